@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
 from rescale_data.engine.feed import InProcessFeed
-from rescale_data.engine.micro_batch import MicroBatch, TableRows
+from rescale_data.engine.micro_batch import MicroBatch, TableUpdate
 from rescale_data.engine.runner import Collate, ShardRunner
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShards
@@ -181,7 +181,7 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
             yield buffer.batch()
 
 
-_NO_ROWS = TableRows(slice(0), np.empty((0, 0), dtype=np.int64))
+_NO_ROWS = TableUpdate(slice(0), np.empty((0, 0), dtype=np.int64))
 
 
 class ForgetfulRunner(ShardRunner):

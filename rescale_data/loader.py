@@ -14,7 +14,7 @@ from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import continue_stream, open_stream
 from rescale_data.engine.options import OPTION_NAMES, Options, Tail
-from rescale_data.engine.peers import RESULT, PeerCalls, on_first_peer
+from rescale_data.engine.peers import RESULT, CallsSharedWithPeers, on_first_peer
 from rescale_data.engine.reading import BaseLoader
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.stream import Stream
@@ -26,8 +26,8 @@ from rescale_data.sources.source import Source
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _PEER_ARGS = ("peers", "receives")
-# Of the loader of a dp rank with peers; each of these processes keeps the last three in its part of `PeerCalls`
-_SHARED_ARGS = ("pipeline", "dp_rank", "dp_world_size", "transfer", "pin_memory", "timeout")
+# Of the loader of a dp rank with peers; each of these processes keeps the last three in its part of `CallsSharedWithPeers`
+_ARGS_FIXED_WITH_PEERS = ("pipeline", "dp_rank", "dp_world_size", "transfer", "pin_memory", "timeout")
 
 
 class DataLoader(BaseLoader):
@@ -139,7 +139,7 @@ class DataLoader(BaseLoader):
     ) -> None:
         self.options = Options(**{name: value for name, value in locals().items() if name in OPTION_NAMES})
         self._pipeline = pipeline
-        super().__init__(None if peers is None else PeerCalls(pipeline, self.options))
+        super().__init__(None if peers is None else CallsSharedWithPeers(pipeline, self.options))
         self._begin_stream()
 
     @on_first_peer(RESULT)
@@ -170,7 +170,7 @@ class DataLoader(BaseLoader):
             raise TypeError(
                 f"reopen() has no argument {unknown}. It takes those of DataLoader: {sorted(vars(self.options))}."
             )
-        fixed_args = _PEER_ARGS if self._shared is None else _PEER_ARGS + _SHARED_ARGS
+        fixed_args = _PEER_ARGS if self._peer_calls is None else _PEER_ARGS + _ARGS_FIXED_WITH_PEERS
         if names := [name for name in fixed_args if name in changed]:
             raise ValueError(
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
@@ -210,7 +210,7 @@ class DataLoader(BaseLoader):
         """Return the stream of this rank, with some arguments changed."""
         arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed_arguments}
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
-        if self._shared is not None:
+        if self._peer_calls is not None:
             reads_ahead = {"prefetch": options.ahead, "pin_memory": options.pins_batches}
             pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None, **reads_ahead)
         return open_stream(as_pipeline(pipeline, options.shuffle), options)

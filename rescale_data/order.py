@@ -1,8 +1,8 @@
 """The order of rows, as pure functions of (seed, epoch, logical shard, position), so that no order is ever stored.
 
     rows of the source      | fragment 0 | fragment 1 | ... |        as they lie in the files
-    virtual rows            | fragment 7 | fragment 2 | ... |        fragments permuted, once an epoch
-    rows of a logical shard [i * R // N, (i + 1) * R // N)           a range of the virtual rows
+    rows in fragment order  | fragment 7 | fragment 2 | ... |        fragments permuted, once an epoch
+    rows of a logical shard [i * R // N, (i + 1) * R // N)           a range of these rows
     as they are read        | window 0 | window 1 | ... |            rows permuted inside each window
 
 Random numbers come from the raw stream of Philox, which NumPy keeps the same across versions (it does not for the methods
@@ -105,11 +105,11 @@ class FragmentOrder:
     """The fragments of a source in the order in which one epoch reads them.
 
     Args:
-        virtual_starts: ``int64[F + 1]``, the first virtual row of each, and the number of rows.
+        starts_in_order: ``int64[F + 1]``, the first row of each, counted in this order, and the number of rows.
         first: ``int64[F]``, the row of the source at which each begins.
     """
 
-    virtual_starts: Ints
+    starts_in_order: Ints
     first: Ints
 
     @staticmethod
@@ -119,12 +119,12 @@ class FragmentOrder:
 
     @property
     def nbytes(self) -> int:
-        return self.virtual_starts.nbytes + self.first.nbytes
+        return self.starts_in_order.nbytes + self.first.nbytes
 
-    def rows(self, virtual_rows: Ints) -> Ints:
-        """Return the rows of the source for virtual rows: row numbers after the fragments were permuted."""
-        fragment = np.searchsorted(self.virtual_starts, virtual_rows, side="right") - 1
-        return self.first[fragment] + (virtual_rows - self.virtual_starts[fragment])
+    def rows(self, rows_in_order: Ints) -> Ints:
+        """Return the rows of the source for rows in this order: row numbers after the fragments were permuted."""
+        fragment = np.searchsorted(self.starts_in_order, rows_in_order, side="right") - 1
+        return self.first[fragment] + (rows_in_order - self.starts_in_order[fragment])
 
 
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
@@ -145,29 +145,29 @@ class GlobalBatchOrder:
     global_batch_size: int
 
     @property
-    def rows_per_visit(self) -> int:
+    def rows_at_a_time(self) -> int:
         """The number of consecutive rows that a shard reads at a time."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
-    def rows_per_cycle(self) -> int:
+    def rows_per_shard_cycle(self) -> int:
         """The number of rows after which each shard has been visited once."""
         return max(self.num_logical_shards, self.global_batch_size)
 
     def first_rows(self, shards: Ints) -> Ints:
         """Return the first row of each shard."""
-        steps_per_visit = max(1, self.num_logical_shards // self.global_batch_size)
-        return shards % steps_per_visit * self.global_batch_size + shards // steps_per_visit * self.rows_per_visit
+        batches_per_cycle = max(1, self.num_logical_shards // self.global_batch_size)
+        return shards % batches_per_cycle * self.global_batch_size + shards // batches_per_cycle * self.rows_at_a_time
 
     def shard_row_counts(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
-        cycles, num_leftover = divmod(num_rows, self.rows_per_cycle)
-        return cycles * self.rows_per_visit + np.clip(num_leftover - self.first_rows(shards), 0, self.rows_per_visit)
+        cycles, num_leftover = divmod(num_rows, self.rows_per_shard_cycle)
+        return cycles * self.rows_at_a_time + np.clip(num_leftover - self.first_rows(shards), 0, self.rows_at_a_time)
 
     def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
         """Return the source's rows that a shard reads in its draws ``first_draw .. stop_draw - 1``."""
-        visits, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
-        return self.first_rows(np.array([shard])) + visits * self.rows_per_cycle + offsets
+        shard_cycles, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_at_a_time)
+        return self.first_rows(np.array([shard])) + shard_cycles * self.rows_per_shard_cycle + offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class ShardOrder:
 
     Args:
         num_rows: R, of the source.
-        range_index: Number of the range that the logical shard reads, see `rescale_data.rounds`.
+        row_range_index: Number of the range that the logical shard reads, see `rescale_data.rounds`.
         num_logical_shards, seed: Of the shard.
         window: Rows that are permuted among themselves; 0 keeps the order of the files.
         permutes_all_rows: One permutation of all rows of the source in place of fragments and windows.
@@ -184,7 +184,7 @@ class ShardOrder:
     """
 
     num_rows: int
-    range_index: int
+    row_range_index: int
     num_logical_shards: int
     seed: int
     window: int
@@ -192,27 +192,27 @@ class ShardOrder:
     batch_order: GlobalBatchOrder | None = None
 
     @property
-    def range_start(self) -> int:
-        return self.range_index * self.num_rows // self.num_logical_shards
+    def shard_start(self) -> int:
+        return self.row_range_index * self.num_rows // self.num_logical_shards
 
     @cached_property
     def num_shard_rows(self) -> int:
         if self.batch_order is not None:
-            return int(self.batch_order.shard_row_counts(np.array([self.range_index]), self.num_rows)[0])
-        return (self.range_index + 1) * self.num_rows // self.num_logical_shards - self.range_start
+            return int(self.batch_order.shard_row_counts(np.array([self.row_range_index]), self.num_rows)[0])
+        return (self.row_range_index + 1) * self.num_rows // self.num_logical_shards - self.shard_start
 
     @property
     def rows_per_window(self) -> int:
         """The number of rows whose order is computed together."""
         if self.batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, ROWS_PER_BLOCK // self.batch_order.rows_per_cycle) * self.batch_order.rows_per_visit
+            return max(1, ROWS_PER_BLOCK // self.batch_order.rows_per_shard_cycle) * self.batch_order.rows_at_a_time
         return self.window or ROWS_PER_BLOCK
 
-    def virtual_rows(self, first_row: int, stop_row: int) -> Ints:
-        """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first_row .. stop_row - 1``."""
+    def rows_in_order(self, first_row: int, stop_row: int) -> Ints:
+        """Return the row numbers, after fragments were permuted, of the shard's rows ``first_row .. stop_row - 1``."""
         if self.batch_order is not None:
-            return self.batch_order.rows(self.range_index, first_row, stop_row)
-        return np.arange(self.range_start + first_row, self.range_start + stop_row, dtype=np.int64)
+            return self.batch_order.rows(self.row_range_index, first_row, stop_row)
+        return np.arange(self.shard_start + first_row, self.shard_start + stop_row, dtype=np.int64)
 
     def window_bounds(self, row: int) -> tuple[int, int]:
         """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
@@ -221,10 +221,10 @@ class ShardOrder:
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows for the shard's rows ``first_row .. stop_row - 1``, before windows are permuted."""
-        virtual_rows = self.virtual_rows(first_row, stop_row)
+        rows_in_order = self.rows_in_order(first_row, stop_row)
         if self.permutes_all_rows:
-            return encipher(virtual_rows, self.num_rows, "full", self.seed, epoch)
-        return virtual_rows if fragments is None else fragments.rows(virtual_rows)
+            return encipher(rows_in_order, self.num_rows, "full", self.seed, epoch)
+        return rows_in_order if fragments is None else fragments.rows(rows_in_order)
 
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows in ``span(row)``, in the order in which they are read.
@@ -242,4 +242,4 @@ class ShardOrder:
         return _digest("window", self._window_key(epoch, row))
 
     def _window_key(self, epoch: int, first_row: int) -> tuple[int, ...]:
-        return self.seed, epoch, self.range_index, first_row // self.window
+        return self.seed, epoch, self.row_range_index, first_row // self.window

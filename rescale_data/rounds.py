@@ -16,7 +16,7 @@ from rescale_data.state import Ints
 
 
 def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
-    """Return the first virtual row of each logical shard; ``num_rows`` for the shard number ``num_logical_shards``."""
+    """Return the first row of each logical shard, in fragment order; ``num_rows`` for shard number ``num_logical_shards``."""
     min_rows, num_leftover = divmod(num_rows, num_logical_shards)
     return shards * min_rows + shards * num_leftover // num_logical_shards  # i * R // N without its overflow
 
@@ -29,8 +29,8 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
 def row_range_index(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
     """Return the number of the range that one shard reads in one epoch of fewer rows than shards."""
     round_number, round_epoch = divmod(epoch, num_logical_shards)
-    begin, range_step = _round_params(num_logical_shards, seed, round_number)
-    return (shard + begin + range_step * round_epoch) % num_logical_shards
+    begin, epoch_step = _begin_and_step(num_logical_shards, seed, round_number)
+    return (shard + begin + epoch_step * round_epoch) % num_logical_shards
 
 
 def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
@@ -39,7 +39,7 @@ def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shar
     while num_rows < n:
         # Range j has a row where j * R mod N is N - R at least.
         begin = row_range_index(shard, epoch, num_rows, n, seed) * num_rows % n
-        step = _round_params(n, seed, epoch // n)[1] * num_rows % n
+        step = _begin_and_step(n, seed, epoch // n)[1] * num_rows % n
         epochs_ahead = 0 if begin >= n - num_rows else _first_index_within(step, n, n - num_rows - begin, n - 1 - begin)
         if epoch % n + epochs_ahead < n and epochs_ahead >= 0:
             return epoch + epochs_ahead
@@ -64,32 +64,32 @@ def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: i
         return epochs * shard_sizes(shards, num_rows, num_logical_shards)
     rounds, round_epochs = np.divmod(epochs, num_logical_shards)
     begins, steps = (
-        np.array([_round_params(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
+        np.array([_begin_and_step(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
     )
     # Range j has floor((j + 1) * R / N) - floor(j * R / N) rows, whatever multiple of N is added to j.
-    first_offset, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
-    upper, lower = (floor_sum(round_epochs, num_logical_shards, step, first_offset + extra) for extra in (num_rows, 0))
-    return rounds * num_rows + upper - lower
+    numerators, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
+    stops, starts = (floor_sum(round_epochs, num_logical_shards, step, numerators + extra) for extra in (num_rows, 0))
+    return rounds * num_rows + stops - starts
 
 
 @lru_cache(maxsize=1024)
-def _round_params(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
+def _begin_and_step(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
     """Return the first range of a round (N epochs) and the step from epoch to epoch, which is coprime to N."""
-    begin, range_step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
-    while math.gcd(range_step, num_logical_shards) != 1:
-        range_step += 1
-    return begin, range_step
+    begin, epoch_step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
+    while math.gcd(epoch_step, num_logical_shards) != 1:
+        epoch_step += 1
+    return begin, epoch_step
 
 
 def floor_sum(num_terms: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
     """Return the sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time."""
-    total_sums = np.zeros_like(num_terms)
+    floor_sums = np.zeros_like(num_terms)
     while True:
-        total_sums += (num_terms - 1) * num_terms // 2 * (factor // modulus) + num_terms * (offset // modulus)
+        floor_sums += (num_terms - 1) * num_terms // 2 * (factor // modulus) + num_terms * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
-        final = factor * num_terms + offset
-        is_unfinished = final >= modulus
-        if not is_unfinished.any():
-            return total_sums
-        num_terms, offset = np.where(is_unfinished, final // modulus, 0), np.where(is_unfinished, final % modulus, 0)
-        modulus, factor = np.where(is_unfinished, factor, 1), np.where(is_unfinished, modulus, 0)
+        end = factor * num_terms + offset
+        has_terms_left = end >= modulus
+        if not has_terms_left.any():
+            return floor_sums
+        num_terms, offset = np.where(has_terms_left, end // modulus, 0), np.where(has_terms_left, end % modulus, 0)
+        modulus, factor = np.where(has_terms_left, factor, 1), np.where(has_terms_left, modulus, 0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
-from rescale_data.engine.ends import STEPS_PER_ROUND
+from rescale_data.engine.ends import STEPS_PER_REMAINDER_ROUND
 from rescale_data.engine.schema import Schema
 from tests.corpus import Hooked, documents
 from tests.pipelines import Rows
@@ -351,5 +351,5 @@ def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
         found += [batch["tokens"][batch["valid"]] for batch in first]
     tokens = np.sort(np.concatenate(found).flatten())
     assert tokens[tokens >= 0].tolist() == list(range(sum(lengths)))
-    samples_a_call = 2 * (STEPS_PER_ROUND * o + n)  # looked at, and then served
+    samples_a_call = 2 * (STEPS_PER_REMAINDER_ROUND * o + n)  # looked at, and then served
     assert most <= samples_a_call * (SEQ_LEN + 1) + 8 * n

@@ -30,7 +30,7 @@ from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
 
 logger = logging.getLogger(__name__)
-_MIN_KEPT_SHARE = 0.1
+_MIN_SHARE_KEPT_BY_FILTERS = 0.1
 """The least share of rows that nodes above a reader keep, for an estimate of how many epochs a window spans."""
 
 
@@ -145,44 +145,44 @@ class Audit:
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         replay_shards, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
-        windows = [self._windows_above(schema, path) for path, _ in readers]
-        for (path, reader), (num_windows, num_documents) in zip(readers, windows, strict=True):
-            if num_windows is None:
+        windows_above_readers = [self._windows_above_reader(schema, path) for path, _ in readers]
+        for (path, reader), (num_window_nodes, num_documents) in zip(readers, windows_above_readers, strict=True):
+            if num_window_nodes is None:
                 for index in range(len(intervals)):
                     replay_shards[index].update(range(num_shards))
                 continue
-            positions = SourcePositions.from_states(self._states, path, num_windows)
+            positions = SourcePositions.from_states(self._states, path, num_window_nodes)
             for shard, position in positions.positions(reader, np.array(rows)):
                 num_drawn += positions.is_drawn(shard, position)
-                for index in positions.intervals_of(shard, position):
+                for index in positions.save_intervals_of(shard, position):
                     replay_shards[index].add(shard)
             # The windows may hold more documents than an epoch has: they span several.
-            if _MIN_KEPT_SHARE * reader.source.num_rows < num_documents * num_shards:
+            if _MIN_SHARE_KEPT_BY_FILTERS * reader.source.num_rows < num_documents * num_shards:
                 for shard in range(num_shards):
-                    for index in positions.read_ahead_intervals(shard):
+                    for index in positions.save_intervals_read_ahead(shard):
                         replay_shards[index].add(shard)
         served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching_samples = [sample for sample in trimmed if sample.documents]
-        if any(num_windows is None for num_windows, _ in windows):
+        if any(num_window_nodes is None for num_window_nodes, _ in windows_above_readers):
             num_drawn = len(matching_samples)
         return Finding(len(rows), num_drawn, matching_samples, self.steps)
 
-    def _windows_above(self, schema: Schema, path: Sequence[str]) -> tuple[int | None, int]:
+    def _windows_above_reader(self, schema: Schema, path: Sequence[str]) -> tuple[int | None, int]:
         """Return how many ancestors of a reader read a window ahead of their samples, and the most documents in these windows.
 
         The first is `None` if states do not tell what was read: below a node of torchdata, if files or sources were added, and
         below windows if a blocklist has changed. The second holds if no document is left out.
         """
-        node, num_windows, num_documents = schema.root, 0, 1
+        node, num_window_nodes, num_documents = schema.root, 0, 1
         for name in path:
             if name not in node.children:
                 return None, num_documents
-            num_windows += node.READS_AHEAD
+            num_window_nodes += node.READS_AHEAD
             num_documents *= getattr(node, "window", getattr(node, "seq_len", 1) if num_documents > 1 else 1)
             node = node.children[name]
-        is_known = not self._data_changed and not (num_windows and self._lists_changed)
-        return num_windows if is_known else None, num_documents
+        is_window_count_known = not self._data_changed and not (num_window_nodes and self._blocklists_changed)
+        return num_window_nodes if is_window_count_known else None, num_documents
 
     def _intervals(self) -> list[ReplayInterval]:
         start_states = [None, *self._states[:-1]]
@@ -232,9 +232,9 @@ class Audit:
         return any(state.header["sources"] != self._states[0].header["sources"] for state in self._states)
 
     @cached_property
-    def _lists_changed(self) -> bool:
+    def _blocklists_changed(self) -> bool:
         """True if a blocklist has changed in the run: then partly delivered windows were made again, of other rows."""
-        blocklist_key = Reader.LISTED[-1].key
+        blocklist_key = Reader.BLOCKED[-1].key
         blocklists = [
             {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == blocklist_key}
             for state in self._states

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rescale_data.engine.feed import TracedFeed
+from rescale_data.engine.feed import SampleOriginFeed
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
 from rescale_data.engine.schema import Schema
@@ -67,7 +67,9 @@ class ReplayInterval:
     @property
     def stop_step(self) -> int:
         """The step after the last one that delivered a sample before the second checkpoint, even if not a whole step."""
-        return self.state_at_end.header["step"] + (self.state_at_end.clock.begun(self.state_at_end.sizes[0]) > 0)
+        return self.state_at_end.header["step"] + (
+            self.state_at_end.clock.samples_begun(self.state_at_end.sizes[0]) > 0
+        )
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
@@ -83,7 +85,7 @@ class ReplayInterval:
         """
         state, replayed_shards = self.state_at_start.state if self.state_at_start is not None else None, set(shards)
         for sizes, end_sample in self._layout_size_changes():
-            streams = self._streams(sizes, replayed_shards, as_one_rank=self._fits_one_rank(sizes))
+            streams = self._streams(sizes, replayed_shards, as_one_rank=self._can_replay_on_one_rank(sizes))
             for stream in streams:
                 if state is not None:
                     load_state_dict(stream, state)
@@ -115,7 +117,7 @@ class ReplayInterval:
         last_step_end = end_sample - (end_sample - header["origin"]) % sizes[0]
         if last_step_end - first_sample == num_steps * sizes[0]:  # from the checkpoint on, which may lie within a step
             return [(sizes, end_sample)]
-        first_sample -= start.clock.begun(old_size)
+        first_sample -= start.clock.samples_begun(old_size)
         if old_size == sizes[0]:  # the step that was begun went on with its ranks
             return [(start.sizes, min(end_sample, first_sample + old_size)), (sizes, end_sample)]
         num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_size - sizes[0])
@@ -126,13 +128,13 @@ class ReplayInterval:
             f"and was something else: no checkpoint in between says what."
         )
 
-    def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
+    def _can_replay_on_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all: the topology did not affect the order, and saves and skips were at ends of steps."""
         end_states = [state for state in (self.state_at_start, self.state_at_end) if state is not None]
-        whole_steps = not any(state.clock.begun(state.sizes[0]) for state in end_states) and all(
-            any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
+        whole_steps = not any(state.clock.samples_begun(state.sizes[0]) for state in end_states) and all(
+            any((sample_boundary - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
             for bounds in self.skipped_ranges
-            for bound in bounds
+            for sample_boundary in bounds
         )
         return whole_steps and is_aligned(len(self.state_at_end.table), *sizes, self.num_workers)
 
@@ -156,7 +158,7 @@ class ReplayInterval:
             setup = make_setup(
                 lambda shard: self.pipeline(replace(shard, provenance=True)), replace(options, dp_rank=rank)
             )
-            streams.append(Stream(setup, TracedFeed(setup.runner, shards)))
+            streams.append(Stream(setup, SampleOriginFeed(setup.runner, shards)))
         return streams
 
 
@@ -175,7 +177,7 @@ def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
 
 def _samples_of_open_step(stream: Stream) -> int:
     """Return the number of samples, over all ranks, that an unfinished step has served."""
-    return stream.clock.begun(stream.layout.global_batch_size)
+    return stream.clock.samples_begun(stream.layout.global_batch_size)
 
 
 def _skip_to_step(stream: Stream, step: int, end_sample: int) -> None:

@@ -48,42 +48,42 @@ class SourcePositions:
     Args:
         position_table: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs
             with a gap in between.
-        num_windows: Number of nodes above the reader that read ahead of their samples. Each of them may be within a window,
-            which was read up to what a later checkpoint says.
+        num_window_nodes: Number of nodes above the reader that read ahead of their samples. Each of them may be within a
+            window, which was read up to what a later checkpoint says.
     """
 
     position_table: Ints
-    num_windows: int
+    num_window_nodes: int
 
     @classmethod
-    def from_states(cls, states: Sequence[SavedState], path: Sequence[str], num_windows: int) -> SourcePositions:
+    def from_states(cls, states: Sequence[SavedState], path: Sequence[str], num_window_nodes: int) -> SourcePositions:
         """Return the positions of the reader at a path of the pipeline, in all states; 0 in a state without this reader."""
         n = len(states[-1].table)
         epochs, rows = (
             [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]
             for name in ("epoch", "row")
         )
-        return cls(np.stack(epochs) * _EPOCH_STRIDE + np.stack(rows), num_windows)
+        return cls(np.stack(epochs) * _EPOCH_STRIDE + np.stack(rows), num_window_nodes)
 
-    def intervals_of(self, shard: int, position: int) -> Iterator[int]:
+    def save_intervals_of(self, shard: int, position: int) -> Iterator[int]:
         """Yield the intervals between checkpoints in which a shard may have served the row at ``position``."""
         shard_positions = self.position_table[:, shard]
-        known_positions = np.append(np.unique(shard_positions), np.full(self.num_windows + 1, _NO_END_POSITION))
-        read_until = known_positions[np.searchsorted(known_positions, shard_positions) + self.num_windows]
-        if not self.num_windows:
+        known_positions = np.append(np.unique(shard_positions), np.full(self.num_window_nodes + 1, _NO_END_POSITION))
+        read_until = known_positions[np.searchsorted(known_positions, shard_positions) + self.num_window_nodes]
+        if not self.num_window_nodes:
             read_until = read_until - 1
         return iter(np.flatnonzero((shard_positions[:-1] <= position) & (position <= read_until[1:])).tolist())
 
-    def read_ahead_intervals(self, shard: int) -> Iterator[int]:
+    def save_intervals_read_ahead(self, shard: int) -> Iterator[int]:
         """Yield the intervals in which a shard may have read ahead beyond the last position that a checkpoint shows."""
-        return self.intervals_of(shard, _NO_END_POSITION) if self.num_windows else iter(())
+        return self.save_intervals_of(shard, _NO_END_POSITION) if self.num_window_nodes else iter(())
 
     def is_drawn(self, shard: int, position: int) -> bool:
         return bool(position < self.position_table[:, shard].max())
 
     def positions(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
         """Yield ``(shard, position)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
-        last_epoch = int(self.position_table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
+        last_epoch = int(self.position_table.max()) // _EPOCH_STRIDE + (self.num_window_nodes > 0)
         for epoch in range(last_epoch + 1):
             for shard, row in reader.rows.find_shard_rows(rows, epoch):
                 yield shard, epoch * _EPOCH_STRIDE + row

@@ -23,7 +23,7 @@ class Entry:
         path: Keys from the root of the state down to the value.
         get_value: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
         assign: Takes what DCP has loaded.
-        all_or_nothing: Whether a part of it may not be loaded without the rest.
+        must_load_whole: Whether a part of it may not be loaded without the rest.
         get_optimizer_tensors: Gives tensors that only an optimizer's step changes.
         refusal_texts: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         names_left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
@@ -32,7 +32,7 @@ class Entry:
     path: Path
     get_value: Callable[[], Any]
     assign: Callable[[Any], object]
-    all_or_nothing: bool = False
+    must_load_whole: bool = False
     get_optimizer_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
     refusal_texts: dict[str, str] = field(default_factory=dict[str, str])
     names_left_out: set[str] = field(default_factory=set[str])

@@ -252,7 +252,7 @@ def _fitting_values(
 
     mismatch_names = {name for kind in _MISMATCH_KINDS for name in mismatches[kind]}
     skipped = {
-        entry for entry in entries if entry.all_or_nothing and any(is_part(name, entry) for name in mismatch_names)
+        entry for entry in entries if entry.must_load_whole and any(is_part(name, entry) for name in mismatch_names)
     }
     values = {
         name: value

@@ -21,7 +21,7 @@ from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, c
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.checkpoint.storage.values import warn_of_unloadable
-from rescale_data.checkpoint.tree import flattening_losses
+from rescale_data.checkpoint.tree import unflatten_hints_of
 from rescale_data.errors import checks_argument_types
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def write_checkpoint(
             metrics=metrics or {},
             created=time.time(),
             torch=str(torch.__version__),
-            lost=flattening_losses(state_dict),
+            lost=unflatten_hints_of(state_dict),
         )
         ranks.run_on_first(lambda: ownerships[0].commit(step_name, new_save, manifest))
     except BaseException as error:

@@ -49,7 +49,7 @@ class Stager:
             Done when it is copied; and what gives the copy.
         """
         optimizer_owned = {
-            owned for entry in entries for tensor in entry.get_optimizer_tensors() if (owned := memory_address(tensor))
+            addr for entry in entries for tensor in entry.get_optimizer_tensors() if (addr := memory_address(tensor))
         }
         deferred: DeferredTensors = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))

@@ -110,9 +110,9 @@ def _make_entry(
             return OptimizerEntry(path, model, value)
         # FSDP1 alone knows how its flat parameters are cut: as DCP gives and takes them, all or nothing.
         get_value, assign = partial(get_optimizer_state_dict, model), partial(set_optimizer_state_dict, model)
-        return Entry(path, partial(get_value, value), partial(assign, value), all_or_nothing=True)
+        return Entry(path, partial(get_value, value), partial(assign, value), must_load_whole=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
-        return _StatefulEntry(path, value.state_dict, value.load_state_dict, all_or_nothing=True)
+        return _StatefulEntry(path, value.state_dict, value.load_state_dict, must_load_whole=True)
     _refuse_nested_stateful(path, value)
     return Entry(path, lambda: value, lambda loaded: _replace_value(path, value, container, key or path[-1], loaded))
 

@@ -16,35 +16,35 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-LostStructure: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
+UnflattenHints: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
 """Structure that flattened names lose: a path and its last key, if no string, or a path and ``{}``, an empty mapping."""
 
 
 def tree_of(
-    paths: Mapping[str, tuple[Any, ...]], leaves_by_name: Mapping[str, Any], lost_structure: LostStructure = ()
+    paths: Mapping[str, tuple[Any, ...]], leaves_by_name: Mapping[str, Any], unflatten_hints: UnflattenHints = ()
 ) -> dict[str, Any]:
     """Return the nested state of values given by flattened name; an integer in a path is an index into a list."""
     root: dict[str, Any] = {}
     for name, leaf in leaves_by_name.items():
         _insert_leaf(root, paths[name], leaf)
-    for path, _ in (entry for entry in lost_structure if entry[1] == {}):
+    for path, _ in (entry for entry in unflatten_hints if entry[1] == {}):
         _insert_leaf(root, tuple(path), {})
-    for path, key in sorted((entry for entry in lost_structure if entry[1] != {}), key=lambda entry: -len(entry[0])):
+    for path, key in sorted((entry for entry in unflatten_hints if entry[1] != {}), key=lambda entry: -len(entry[0])):
         _restore_key(root, path, key)
     return root
 
 
-def flattening_losses(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
+def unflatten_hints_of(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the structure that flattened names lose: keys that are not strings, and empty mappings."""
     if isinstance(tree, Mapping):
         lost_entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             inner_path = (*path, str(key))
             lost_entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
-            lost_entries += flattening_losses(inner, inner_path)
+            lost_entries += unflatten_hints_of(inner, inner_path)
         return lost_entries
     list_items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for index, inner in enumerate(list_items) for lost in flattening_losses(inner, (*path, index))]
+    return [lost for index, inner in enumerate(list_items) for lost in unflatten_hints_of(inner, (*path, index))]
 
 
 def map_leaves(value: Any, function: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
@@ -111,8 +111,8 @@ def _with_type_of(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[A
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
     # A shallow copy of a class without a copy of its own may share its content with the original, which would be cleared
-    has_own_content = isinstance(live, dict) or hasattr(live, "__copy__")
-    copied_mapping = copy.copy(live) if has_own_content else copy.deepcopy(live)
+    can_copy_shallow = isinstance(live, dict) or hasattr(live, "__copy__")
+    copied_mapping = copy.copy(live) if can_copy_shallow else copy.deepcopy(live)
     copied_mapping.clear()
     copied_mapping.update(content)
     return copied_mapping

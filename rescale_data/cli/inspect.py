@@ -97,10 +97,10 @@ def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
     values_by_name = defaultdict[str, list[torch.Tensor | None]](list)
     for key, path in contents.paths.items():
         values_by_name[str(path[0])].append(contents.values[key])
-    return {name: _count(values) for name, values in values_by_name.items()}
+    return {name: _count_tensors(values) for name, values in values_by_name.items()}
 
 
-def _count(values: list[torch.Tensor | None]) -> dict[str, Any]:
+def _count_tensors(values: list[torch.Tensor | None]) -> dict[str, Any]:
     tensors = [value for value in values if value is not None]
     return {
         "tensors": len(tensors),
@@ -114,7 +114,7 @@ def _count(values: list[torch.Tensor | None]) -> dict[str, Any]:
 def summarize_data(state: SavedState) -> dict[str, Any]:
     """Return a loader's progress: ``samples``, ``step``, ``epochs`` by source (lowest, highest), ``shards`` (samples).
 
-    ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
+    ``rows``: where each shard is in its epoch, by source; ``totals``: of how many, on average, where the source knows.
     ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
     """
     shard_columns, header = state.values, state.header
@@ -125,7 +125,7 @@ def summarize_data(state: SavedState) -> dict[str, Any]:
     }
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {"" if path == path_name(()) else path: source for path, source in header["sources"].items()}
-    of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
+    totals = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shard_columns.items() if key.rpartition(".")[2] in SKIP_COUNTERS}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
@@ -133,7 +133,7 @@ def summarize_data(state: SavedState) -> dict[str, Any]:
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": shard_columns["samples"].tolist(),
         "rows": {name: shard_columns[key].tolist() for name, key in row_keys.items() if key in shard_columns},
-        "of_rows": {name: rows / max(1, shard_columns["samples"].numel()) for name, rows in of_rows.items()},
+        "of_rows": {name: rows / max(1, shard_columns["samples"].numel()) for name, rows in totals.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture_shares(shard_columns, header["pipeline"]),
         "left_out": {key: count for key, count in left_out.items() if count},

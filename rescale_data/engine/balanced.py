@@ -22,11 +22,11 @@ from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.collate import with_valid_mask
 from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges
 from rescale_data.engine.feed import BatchFeed, WrappedFeed
-from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
+from rescale_data.engine.micro_batch import MicroBatch, TableUpdate, merge_rows
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import NoSamplesLeft
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.layout.step_plan import StepPlan
 from rescale_data.state import Ints
@@ -54,7 +54,7 @@ class _Step:
         failure: The error because of which samples are missing; `None` if none are.
     """
 
-    segment: Segment
+    segment: EpochSegment
     first_batch: int
     stop_batch: int
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
@@ -78,16 +78,16 @@ class BalancedFeed(WrappedFeed):
         self._setup, self._balance, self._collate = setup, balance, setup.options.collate_fn or stack
         self._sample_group = setup.ranks.subset(_members(balance, setup.ranks))
         is_known = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
-        self._weight_group = self._sample_group if is_known else setup.ranks.subset(range(setup.ranks.world_size))
+        self._weight_ranks = self._sample_group if is_known else setup.ranks.subset(range(setup.ranks.world_size))
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._batches_to_skip = 0
-        self._segment: Segment | None = None
+        self._segment: EpochSegment | None = None
         self._ready_batches: deque[MicroBatch] = deque()
         self._has_warned = False
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         num_own = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
-        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, num_own, self._exchanges)
+        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_ranks, num_own, self._exchanges)
         self._segment, self._u, self._ready_batches = segment, segment.step_start(first_batch), deque()
         self._batches_to_skip = first_batch - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
@@ -120,7 +120,7 @@ class BalancedFeed(WrappedFeed):
             self._exchanges.close()
             self._exchanges = None
 
-    def _make_step(self, segment: Segment, exchanges: Exchanges) -> list[MicroBatch]:
+    def _make_step(self, segment: EpochSegment, exchanges: Exchanges) -> list[MicroBatch]:
         batches_per_step = segment.layout.gradient_accumulation_steps
         step = _Step(segment, self._u, self._u + batches_per_step - self._u % batches_per_step)
         self._read(step, exchanges)
@@ -201,7 +201,9 @@ class BalancedFeed(WrappedFeed):
         received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
         return samples | received_samples
 
-    def _collate_batch(self, samples: list[Any], measures: Ints, total_weight: int, segment: Segment) -> MicroBatch:
+    def _collate_batch(
+        self, samples: list[Any], measures: Ints, total_weight: int, segment: EpochSegment
+    ) -> MicroBatch:
         """Return the micro batch of some samples; padding samples of the last global batch come last."""
         batch, num_real = self._collate(samples), int(measures[:, IS_REAL].sum())
         if segment.pads:
@@ -209,7 +211,7 @@ class BalancedFeed(WrappedFeed):
         if self._balance.weight is not None:
             batch = _with_weight(batch, total_weight)
         no_rows = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
-        return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), measures[:, SHARD].tolist(), num_real)
+        return MicroBatch(batch, TableUpdate(no_rows[:, 0], no_rows), measures[:, SHARD].tolist(), num_real)
 
 
 def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from rescale_data.errors import require_type
-from rescale_data.nodes.packing.columns import PerDocument
+from rescale_data.nodes.packing.columns import PerDocValues
 
 Samples = Sequence[Any]
 
@@ -116,7 +116,7 @@ def _require_same_columns(samples: Samples) -> None:
 
 def _stack(column: str | None, values: list[Any]) -> Any:
     """Return the values of a column, or samples without columns, as one value; tensors that are made for it lie on the CPU."""
-    if isinstance(values[0], PerDocument):
+    if isinstance(values[0], PerDocValues):
         return values
     try:
         if isinstance(values[0], torch.Tensor):
@@ -169,7 +169,7 @@ def map_tensors(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
         return {key: map_inner(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(map_inner, batch))
-    return type(batch)([map_inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
+    return type(batch)([map_inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocValues) else batch
 
 
 def with_valid_mask(batch: Any, num_real: int, num_samples: int) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rescale_data.engine.micro_batch import MicroBatch, TableRows
+from rescale_data.engine.micro_batch import MicroBatch, TableUpdate
 from rescale_data.engine.recipe import EPOCH_ENDED, REMAINDER_COLUMN
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
@@ -40,9 +40,9 @@ class Cursor(NamedTuple):
     table: Ints
     owners: Ints
     u: int
-    unwritten_rows: dict[int, TableRows]
-    segment: Segment | None = None
-    last_rows: TableRows | None = None
+    unwritten_rows: dict[int, TableUpdate]
+    segment: EpochSegment | None = None
+    last_rows: TableUpdate | None = None
     epoch_ended: bool = False
     end_of_steps_seen: bool = False
     resumed: bool = False

@@ -1,4 +1,4 @@
-"""`EpochEnds`: finds the ends of epochs by arithmetic or by reading ahead, jointly with the other ranks.
+"""`EpochEndFinder`: finds the ends of epochs by arithmetic or by reading ahead, jointly with the other ranks.
 
 If only reading can find the end, shards are read ahead in rounds of a bounded size:
 
@@ -25,18 +25,18 @@ import numpy as np
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ranks.ranks import Ranks, call_on_all_ranks, other_rank_error
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import block_of, owner_ranks
 from rescale_data.state import Ints
 
-STEPS_PER_ROUND = 4
+STEPS_PER_REMAINDER_ROUND = 4
 _UNKNOWN_END = -1
 _READ_FAILED, _WRONG_ROWS = -1, -2
 
 
-class EpochEnds:
+class EpochEndFinder:
     """Finds the ends of epochs of a run, by arithmetic or by reading ahead jointly with the other ranks.
 
     A load makes a new object. A call that fails keeps the ends found so far, and can be repeated.
@@ -87,7 +87,7 @@ class EpochEnds:
         table[self.owned] = self.runner.table[self.owned]
         return table
 
-    def plan_round(self, cursor: Cursor) -> tuple[Ints, Ints]:
+    def plan_remainder_round(self, cursor: Cursor) -> tuple[Ints, Ints]:
         """Read ahead to plan the next round of a remainder; return the whole table and each shard's samples to redistribute.
 
         The numbers add up to less than a global batch only if no shard has more samples.
@@ -98,17 +98,17 @@ class EpochEnds:
         self._start_epoch_search(cursor)
         table = self.ranks.merge(cursor.positions, cursor.owners)
         self.runner.load(table, self.schema.histories)
-        min_samples, samples_read = STEPS_PER_ROUND * self.layout.global_batch_size, 0
-        depth = -(-min_samples // len(table))
+        min_samples, samples_read = STEPS_PER_REMAINDER_ROUND * self.layout.global_batch_size, 0
+        num_ahead = -(-min_samples // len(table))
         while True:
-            end_samples = self._read(table[:, SAMPLES], samples_read, depth)
+            end_samples = self._read(table[:, SAMPLES], samples_read, num_ahead)
             samples_left = np.where(
-                end_samples == _UNKNOWN_END, depth, np.minimum(end_samples - table[:, SAMPLES], depth)
+                end_samples == _UNKNOWN_END, num_ahead, np.minimum(end_samples - table[:, SAMPLES], num_ahead)
             )
-            num_unfinished = int((samples_left == depth).sum())
+            num_unfinished = int((samples_left == num_ahead).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
                 return table, samples_left
-            samples_read, depth = depth, max(2 * depth, -(-min_samples // num_unfinished))
+            samples_read, num_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -117,7 +117,7 @@ class EpochEnds:
             return epoch_end[1]
         self._start_epoch_search(cursor)
         if (self._epoch_ends[:, 0] == _UNKNOWN_END).any():  # these ends were found before a load
-            self.plan_round(cursor)
+            self.plan_remainder_round(cursor)
         return self._epoch_ends[:, 1:]
 
     def verify_epoch(self, cursor: Cursor, dropped: Ints) -> None:
@@ -162,7 +162,7 @@ class EpochEnds:
                     epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]
             return epoch_ends
 
-        ranks = self.ranks.at_position(int(sample_counts.sum()), num_ahead)
+        ranks = self.ranks.at_position_in_run(int(sample_counts.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._epoch_ends[:, 0]
 
@@ -175,7 +175,7 @@ class _EndAgreement:
         first_batch: The next micro batch.
     """
 
-    def __init__(self, ranks: Ranks, segment: Segment, first_batch: int) -> None:
+    def __init__(self, ranks: Ranks, segment: EpochSegment, first_batch: int) -> None:
         self.segment, self._ranks = segment, ranks
         self._micro_batches_per_step = segment.layout.gradient_accumulation_steps
         self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
@@ -208,5 +208,5 @@ class _EndAgreement:
                 num_made = make_batches_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, num_made = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
-            self._pending = self._ranks.at_position(u).begin_gather_ints([num_made])
+            self._pending = self._ranks.at_position_in_run(u).begin_gather_ints([num_made])
         return self._pending

@@ -53,16 +53,16 @@ class Exchanges:
     Args:
         ranks: All data-parallel ranks.
         sample_group: The group within which samples move.
-        weight_group: The group whose weights are summed: the sample group, or all ranks.
+        weight_ranks: The group whose weights are summed: the sample group, or all ranks.
         step_size: The number of samples of a rank in a step.
         previous: The exchanges of the `begin` before.
     """
 
     def __init__(
-        self, ranks: Ranks, sample_group: Ranks, weight_group: Ranks, step_size: int, previous: Exchanges | None
+        self, ranks: Ranks, sample_group: Ranks, weight_ranks: Ranks, step_size: int, previous: Exchanges | None
     ) -> None:
-        self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, step_size
-        is_alone = sample_group.communicator is None and weight_group.communicator is None
+        self._ranks, self._sample_group, self._weight_ranks, self._size = ranks, sample_group, weight_ranks, step_size
+        is_alone = sample_group.communicator is None and weight_ranks.communicator is None
         if previous is not None:
             previous.stop()
         self._thread = None if is_alone else TaskThread("balance") if previous is None else previous._thread
@@ -138,8 +138,8 @@ class Exchanges:
         Raises:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
-        all_numbers, summaries = self._gather_all(_status(failure), num_delivered, numbers)
-        statuses, sample_counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STATUS_STOPPED, 1])
+        measures_of_all_ranks, rank_states = self._gather_all(_status(failure), num_delivered, numbers)
+        statuses, sample_counts = rank_states[:, 0], np.unique(rank_states[rank_states[:, 0] != STATUS_STOPPED, 1])
         max_status = STATUS_OUT_OF_STEP if len(sample_counts) > 1 else int(statuses.max())
         self._is_over = max_status != STATUS_MADE or is_last
         if max_status == STATUS_OUT_OF_STEP:
@@ -149,7 +149,7 @@ class Exchanges:
             )
         if max_status != STATUS_MADE:
             raise failure if failure is not None and _status(failure) == max_status else _other_rank_error(max_status)
-        return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
+        return measures_of_all_ranks[:, : len(numbers)].reshape(-1, 5), int(rank_states[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
         """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index.
@@ -184,10 +184,10 @@ class Exchanges:
         own_costs[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
         own_costs[1 : 1 + len(sample_measures)] = sample_measures
         gathered_costs = self._gather(self._sample_group, "costs", own_costs)
-        summaries = gathered_costs[:, 0, :3]
-        if self._weight_group is not self._sample_group:
-            summaries = self._gather(self._weight_group, "weights", own_costs[0, :3].copy())
-        return gathered_costs[:, 1:], summaries
+        rank_states = gathered_costs[:, 0, :3]
+        if self._weight_ranks is not self._sample_group:
+            rank_states = self._gather(self._weight_ranks, "weights", own_costs[0, :3].copy())
+        return gathered_costs[:, 1:], rank_states
 
     def _gather(self, group: Ranks, name: str, numbers: Ints) -> Ints:
         communicator = group.communicator

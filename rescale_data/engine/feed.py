@@ -22,7 +22,7 @@ from typing import Any
 from rescale_data.engine.collate import with_valid_mask
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, NoSamplesLeft, ShardRunner
-from rescale_data.engine.segment import LookAhead, Segment
+from rescale_data.engine.segment import EpochSegment, LookAhead
 from rescale_data.engine.threads import TaskThread, call_at_exit
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.batch_shards import BatchShards, BatchShardsFunction
@@ -40,7 +40,7 @@ class BatchFeed(ABC):
     is_prefetching = False
 
     @abstractmethod
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         """Begin to produce micro batches of a segment from number ``first_batch`` on, from the positions in ``table``."""
 
     @abstractmethod
@@ -79,14 +79,14 @@ class InProcessFeed(BatchFeed):
         self._take: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
         self._collate, self._draw = collate, self._take
         self._batch_shards: BatchShardsFunction | None = None
-        self._segment: Segment | None = None
-        self._u, self._u_step, self._pads_tail = 0, 1, False
+        self._segment: EpochSegment | None = None
+        self._u, self._micro_batch_stride, self._pads_tail = 0, 1, False
         self._make_seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int, u_step: int = 1) -> None:
-        """Begin to produce every ``u_step``-th micro batch of a segment from number ``first_batch`` on."""
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int, micro_batch_stride: int = 1) -> None:
+        """Begin to produce every ``micro_batch_stride``-th micro batch of a segment from number ``first_batch`` on."""
         self.runner.load(table, segment.histories)
-        self._segment, self._u, self._u_step = segment, first_batch, u_step
+        self._segment, self._u, self._micro_batch_stride = segment, first_batch, micro_batch_stride
         self._batch_shards, self._pads_tail = segment.batch_shards_function(table), segment.pads
         self._draw = partial(self._look_ahead, segment.num_samples) if isinstance(segment, LookAhead) else self._take
 
@@ -101,7 +101,7 @@ class InProcessFeed(BatchFeed):
         batch = self._draw(batch_shards(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid_mask(batch.batch, batch.num_real, len(batch.shards)))
-        self._batch_shards, self._u = batch_shards, u + self._u_step
+        self._batch_shards, self._u = batch_shards, u + self._micro_batch_stride
         self._make_seconds += time.perf_counter() - started
         return batch
 
@@ -124,7 +124,7 @@ class WrappedFeed(BatchFeed):
     def __init__(self, feed: BatchFeed) -> None:
         self.feed, self.is_prefetching = feed, feed.is_prefetching
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         self.feed.begin(segment, table, first_batch)
 
     def next(self) -> MicroBatch:
@@ -175,28 +175,28 @@ class InThreadFeed(WrappedFeed):
         self._thread: TaskThread | None = None
         self._is_stopped = True
         self._finished_batches: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
-        self._batches_to_request = self._batches_to_take = 0.0
+        self._unrequested_batches = self._untaken_batches = 0.0
         self._process_id = os.getpid()  # the process that has the thread
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         self.stop()
         self._process_id = os.getpid()
         self.feed.begin(segment, table, first_batch)
         self._is_stopped = False
         self._thread = TaskThread("ahead")
         call_at_exit(self, lambda feed: feed.stop(wait=False))
-        self._batches_to_request = self._batches_to_take = inf if segment.stop is None else segment.stop - first_batch
-        for _ in range(int(min(self._num_batches, self._batches_to_request))):
+        self._unrequested_batches = self._untaken_batches = inf if segment.stop is None else segment.stop - first_batch
+        for _ in range(int(min(self._num_batches, self._unrequested_batches))):
             self._request_one()
 
     def next(self) -> MicroBatch:
         finished_batches = self._finished_batches  # before the check: `stop` changes both in the other order
-        if self._batches_to_take <= 0:
+        if self._untaken_batches <= 0:
             raise NoSamplesLeft
         micro_batch_or_error = finished_batches.get()
-        self._batches_to_take -= 1
+        self._untaken_batches -= 1
         if isinstance(micro_batch_or_error, BaseException):
-            self._batches_to_take = 0
+            self._untaken_batches = 0
             try:
                 raise micro_batch_or_error
             finally:
@@ -213,7 +213,7 @@ class InThreadFeed(WrappedFeed):
     def stop(self, *, wait: bool = True) -> None:
         if self._process_id != os.getpid():  # a forked process has no thread
             return
-        self._is_stopped, self._batches_to_take = True, 0
+        self._is_stopped, self._untaken_batches = True, 0
         self._finished_batches.put(NoSamplesLeft())  # for a thread that waits for a batch that is not made any more
         self._finished_batches = SimpleQueue()
         if self._thread is not None:
@@ -228,8 +228,8 @@ class InThreadFeed(WrappedFeed):
         self.feed.close()
 
     def _request_one(self) -> None:
-        if self._thread is not None and self._batches_to_request:
-            self._batches_to_request -= 1
+        if self._thread is not None and self._unrequested_batches:
+            self._unrequested_batches -= 1
             self._thread.put(self._make)
 
     def _make(self) -> None:
@@ -246,9 +246,9 @@ class InThreadFeed(WrappedFeed):
             finished_batches.put(error)
 
 
-class TracedFeed(InProcessFeed):
+class SampleOriginFeed(InProcessFeed):
     """A feed whose micro batches hold the origins (source rows) of the samples of some shards, in place of the samples."""
 
     def __init__(self, runner: ShardRunner, shards: Container[int]) -> None:
         super().__init__(runner, None)
-        self._take = lambda batch_shards, _collate: runner.make_traced_batch(batch_shards, shards)
+        self._take = lambda batch_shards, _collate: runner.make_origin_batch(batch_shards, shards)

@@ -11,38 +11,38 @@ from rescale_data.engine.recipe import SAMPLES
 from rescale_data.state import Ints
 
 
-class TableRows(NamedTuple):
+class TableUpdate(NamedTuple):
     """Rows of the table of positions as they are after a micro batch; writing them twice has the same effect as once.
 
     Args:
         visited_shards: The logical shards that the micro batch visited.
         values: ``int64[M, columns]``, an array of its own.
-        samples_to_add: The number of samples that each row has delivered but does not count yet.
+        samples_not_counted_yet: The number of samples that each row has delivered but does not count yet.
     """
 
     visited_shards: slice | Ints
     values: Ints
-    samples_to_add: int = 0
+    samples_not_counted_yet: int = 0
 
     @property
-    def counted_values(self) -> Ints:
-        """The values of the rows, ``int64[M, columns]``, after `samples_to_add` have been added to the sample counts."""
-        if not self.samples_to_add:
+    def up_to_date_values(self) -> Ints:
+        """The values of the rows, ``int64[M, columns]``, with `samples_not_counted_yet` added to the sample counts."""
+        if not self.samples_not_counted_yet:
             return self.values
         values = self.values.copy()
-        values[:, SAMPLES] += self.samples_to_add
+        values[:, SAMPLES] += self.samples_not_counted_yet
         return values
 
     def write(self, table: Ints) -> None:
         """Write these positions of logical shards into a table of positions, ``int64[N, columns]``, in place."""
-        table[self.visited_shards] = self.counted_values
+        table[self.visited_shards] = self.up_to_date_values
 
 
-def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
-    """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
+def merge_rows(rows_list: Sequence[TableUpdate]) -> TableUpdate:
+    """Return the table rows of several micro batches as one `TableUpdate`, which has the same effect on a table."""
     index = np.concatenate([_indices(rows.visited_shards) for rows in rows_list])
     # If an index comes twice, the last value counts
-    return TableRows(index, np.concatenate([rows.counted_values for rows in rows_list]))
+    return TableUpdate(index, np.concatenate([rows.up_to_date_values for rows in rows_list]))
 
 
 def _indices(index: slice | Ints) -> Ints:
@@ -58,6 +58,6 @@ class MicroBatch(NamedTuple):
     """
 
     batch: Any
-    rows: TableRows
+    rows: TableUpdate
     shards: list[int]
     num_real: int

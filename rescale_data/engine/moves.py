@@ -7,7 +7,8 @@ epoch begins.
     origin                        stop, origin                 stop, origin
       |  main phase, u = 0, 1, ...  |  remainder, u = 0, 1, ...  |  next epoch
 
-If only reading can find how much is left, the remainder is redistributed in rounds (`EpochEnds`), each a segment of its own.
+If only reading can find how much is left, the remainder is redistributed in rounds (`EpochEndFinder`), each a segment
+of its own.
 
 Samples are skipped that the trainer leaves out, or that were delivered before a load. Positions move as if the micro batches
 were consumed, also over the ends of epochs. `Layout` and `Remainder` compute which rank serves what. Each rank reads its own
@@ -23,10 +24,10 @@ from functools import partial
 import numpy as np
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.ranks.ranks import call_on_all_ranks
 from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES, STAMP_LIMIT
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
@@ -38,7 +39,7 @@ _STEPS_PER_CHECK = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
 
 
-def next_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
+def next_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     """Return the cursor moved into the next segment, given a cursor after the last micro batch of its segment.
 
     The result depends on the cursor and on the ends that `ends` finds, and on nothing else. Collective if only reading can find
@@ -51,36 +52,36 @@ def next_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
     if cursor.segment.remainder is not None and cursor.segment.is_last:
         return _end_epoch(cursor, cursor.segment.remainder, ends)
     if cursor.segment.samples_left is None:
-        return _next_round(cursor, ends)
+        return _next_remainder_round(cursor, ends)
     samples_left = cursor.segment.samples_left - cursor.segment.samples_delivered(cursor.u)
     num_delivered = cursor.segment.samples_before(cursor.u)
     return _begin_remainder(cursor, cursor.positions.copy(), samples_left, num_delivered, ends, is_known=True)
 
 
-def _plan_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
+def _plan_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     """Return the cursor with a planned segment, given a cursor without one whose table rows are all up to date."""
     table, layout = cursor.positions, ends.layout
     samples, planned = table[:, SAMPLES].copy(), table[:, REMAINDER_COLUMN].copy()
     num_left = ends.samples_left_in_epoch(table)
     if (planned == NO_REMAINDER).all():
-        stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
+        stop = None if num_left is None else max(layout.epoch_remainder_start(samples, num_left, cursor.u), cursor.u)
         segment = _segment(ends, cursor.u, stop, samples, num_left, None)
     elif num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
-        return _next_round(cursor, ends)
+        return _next_remainder_round(cursor, ends)
     else:
         drawn = samples - Remainder(layout, planned, samples, False).samples_delivered(cursor.u)
         segment = _remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None)
     return cursor._replace(segment=segment, owners=ends.owners)
 
 
-def _next_round(cursor: Cursor, ends: EpochEnds) -> Cursor:
+def _next_remainder_round(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     """Return the cursor at the next round of a remainder (the end of an epoch) if the size of an epoch is found by reading."""
-    table, num_left = ends.plan_round(cursor)
+    table, num_left = ends.plan_remainder_round(cursor)
     return _begin_remainder(cursor, table.copy(), num_left, table[:, SAMPLES].copy(), ends, is_known=False)
 
 
 def _begin_remainder(
-    cursor: Cursor, table: Ints, num_left: Ints, drawn: Ints, ends: EpochEnds, *, is_known: bool
+    cursor: Cursor, table: Ints, num_left: Ints, drawn: Ints, ends: EpochEndFinder, *, is_known: bool
 ) -> Cursor:
     """Return the cursor at the start of a remainder, in which `samples_left` samples of each shard are redistributed."""
     table[:, REMAINDER_COLUMN] = num_left
@@ -89,7 +90,7 @@ def _begin_remainder(
     return _moved_cursor(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 
-def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEnds) -> Cursor:
+def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEndFinder) -> Cursor:
     """Return the cursor at the end of an epoch, given a cursor after the last micro batch of the epoch."""
     layout, clock = ends.layout, cursor.clock_now(ends.layout)
     if cursor.empty_epochs > 1:
@@ -114,7 +115,7 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEnds) -> Cursor:
     return _moved_cursor(cursor, clock, table, ends)._replace(segment=None, epoch_ended=True)
 
 
-def _begin_epoch(cursor: Cursor, ends: EpochEnds) -> Cursor:
+def _begin_epoch(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     table = cursor.positions.copy()
     table[:, REMAINDER_COLUMN] = NO_REMAINDER
     clock = cursor.clock_now(ends.layout).next_epoch(ends.layout.global_batch_size)
@@ -123,11 +124,13 @@ def _begin_epoch(cursor: Cursor, ends: EpochEnds) -> Cursor:
     )
 
 
-def _moved_cursor(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEnds) -> Cursor:
+def _moved_cursor(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEndFinder) -> Cursor:
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 
-def _remainder_segment(ends: EpochEnds, u: int, samples_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
+def _remainder_segment(
+    ends: EpochEndFinder, u: int, samples_left: Ints, samples: Ints, *, is_known: bool
+) -> EpochSegment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
     is_last = is_known or samples_left.sum() < ends.layout.global_batch_size
     remainder = Remainder(ends.layout, samples_left, samples, ends.setup.options.tail == "pad" and is_last)
@@ -136,19 +139,24 @@ def _remainder_segment(ends: EpochEnds, u: int, samples_left: Ints, samples: Int
 
 
 def _segment(
-    ends: EpochEnds, u: int, stop: int | None, samples: Ints, samples_left: Ints | None, remainder: Remainder | None
-) -> Segment:
+    ends: EpochEndFinder,
+    u: int,
+    stop: int | None,
+    samples: Ints,
+    samples_left: Ints | None,
+    remainder: Remainder | None,
+) -> EpochSegment:
     """Return the segment from micro batch ``u`` on: the part of an epoch before a shard runs out, or the remainder after it."""
     setup, pads = ends.setup, ends.setup.options.tail == "pad"
-    first_check = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
-    first_check = 0 if setup.recipe.verify or remainder is not None else first_check  # a failed proof stays failed
+    end_check_u = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
+    end_check_u = 0 if setup.recipe.verify or remainder is not None else end_check_u  # a failed proof stays failed
     balanced, histories = setup.options.balance is not None, ends.schema.histories
-    return Segment(
-        ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, first_check, balanced
+    return EpochSegment(
+        ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, end_check_u, balanced
     )
 
 
-def _log_tail(cursor: Cursor, ends: EpochEnds, num_dropped: int, num_padded: int) -> None:
+def _log_tail(cursor: Cursor, ends: EpochEndFinder, num_dropped: int, num_padded: int) -> None:
     if num_dropped or num_padded or cursor.empty_epochs:
         # Too few samples, or a load changed the global batch
         log = ends.ranks.warn if cursor.empty_epochs else ends.ranks.info
@@ -191,7 +199,7 @@ def require_micro_batches(call: str, num_samples: int, layout: Layout, clock: Cl
     return num_samples // unit
 
 
-def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
+def skip(cursor: Cursor, ends: EpochEndFinder, num_micro_batches: int) -> Cursor:
     """Return the cursor advanced by `num_micro_batches` micro batches (collective if only reading can find epoch ends).
 
     Args:
@@ -218,20 +226,20 @@ def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
     return cursor._replace(end_of_steps_seen=False, resumed=False)
 
 
-def _enter_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
+def _enter_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
     while cursor.segment is not None and cursor.segment.stop == cursor.u:
         cursor = next_segment(cursor, ends)
     return cursor
 
 
-def _move_cursor(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
+def _move_cursor(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
     table = call_on_all_ranks(ends.ranks, partial(ends.table_after_skip, cursor, segment.samples_before(u)))
     return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
-def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
+def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: int) -> Cursor:
     """Read up to micro batch ``u``, or to the end of an epoch's main phase before it; return the cursor there (collective)."""
     layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
@@ -250,7 +258,7 @@ def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cu
                 num_drawn += num_more_samples
             if next_slots is not None:
                 samples_left[shard] = num_drawn
-        return max(cursor.u, layout.main_phase_end(samples, samples_left, cursor.u))
+        return max(cursor.u, layout.epoch_remainder_start(samples, samples_left, cursor.u))
 
     stop_batch = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
     if stop_batch > u:

@@ -13,7 +13,7 @@ from rescale_data.engine.feed import BatchFeed, FunctionFeed, InProcessFeed, InT
 from rescale_data.engine.options import Options
 from rescale_data.engine.pool import WorkerFeed
 from rescale_data.engine.ranks.meeting import is_file_store
-from rescale_data.engine.recipe import DataHistories, Pipeline
+from rescale_data.engine.recipe import Pipeline, VersionLogs
 from rescale_data.engine.segment import LookAhead
 from rescale_data.engine.setup import LoaderSetup, make_setup
 from rescale_data.engine.states.load import load_state_dict
@@ -65,7 +65,7 @@ def _reading_feed(setup: LoaderSetup, options: Options, *, pin_memory: bool) -> 
         return InProcessFeed(setup.runner, options.collate_fn)
     pool = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
 
-    def draw_in_workers(table: Ints, histories: DataHistories, shards: Sequence[int], num_samples: int) -> list[Any]:
+    def draw_in_workers(table: Ints, histories: VersionLogs, shards: Sequence[int], num_samples: int) -> list[Any]:
         work = LookAhead(setup.layout, 0, len(shards), histories=histories, shards=shards, num_samples=num_samples)
         return pool.look_ahead(work, table)
 

@@ -1,4 +1,4 @@
-"""`PeerCalls`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
+"""`CallsSharedWithPeers`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
 
 The first peer reads, and broadcasts its batches to the other peers. These build no pipeline, open no file, make no request and
 start no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the
@@ -33,7 +33,7 @@ from rescale_data.errors import require_callable, require_type, to_picklable
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_counter = itertools.count()
+_group_count = itertools.count()
 BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
 _NO_COUNTS = (0, 0, 0, 0)
 _HEADER_SIZE = 4 + len(_NO_COUNTS)
@@ -61,7 +61,7 @@ class BatchCounts(NamedTuple):
         return cls() if stream is None else cls(*(_count_or_reason(stream, name) for name in cls._fields))
 
 
-class PeerCalls:
+class CallsSharedWithPeers:
     """Makes each call of a loader together with its peers: the first peer does the work, and sends the result to the others.
 
     Args:
@@ -88,7 +88,7 @@ class PeerCalls:
         self._is_first = self._rank == self._members[0]
         self.counts = None if self._is_first else BatchCounts()
         arguments = {"pipeline": pipeline, **vars(options)}
-        settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
+        settings = {name: _as_text(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._connect(settings, is_receiver=options.receives or self._is_first)
         dp_rank, dp_world_size = options.dp_rank, options.dp_world_size or 1
         # Wait for all processes of the job, also the ones that read nothing, before any read, since reads may fail
@@ -111,7 +111,7 @@ class PeerCalls:
         """Compare the arguments of all peers, and make their gloo groups: of all, and of the receivers of batches."""
         self._connections = make_once(None, ("peers", *self._members), _Connections)
         digests = [f"{digest(setting):x}" for setting in settings.values()]
-        message = " ".join(map(str, (int(is_receiver), next(_counter), self._connections.attempt, *digests)))
+        message = " ".join(map(str, (int(is_receiver), next(_group_count), self._connections.attempt, *digests)))
         texts, store = gather_texts(f"peers/{digest(self._members)}", self._members, self._timeout, message)
         messages = dict(zip(self._members, (text.split() for text in texts), strict=True))
         first_message = messages[self._members[0]]
@@ -233,10 +233,10 @@ def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Cal
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-            if self._shared is None:
+            if self._peer_calls is None:
                 return method(self, *args, **kwargs)
-            call_text = f"{method.__name__.strip('_')}({_setting(args)}, {_setting(kwargs)})"
-            return self._shared.share_call(self, call_text, kind, functools.partial(method, self, *args, **kwargs))
+            call_text = f"{method.__name__.strip('_')}({_as_text(args)}, {_as_text(kwargs)})"
+            return self._peer_calls.share_call(self, call_text, kind, functools.partial(method, self, *args, **kwargs))
 
         return call
 
@@ -286,7 +286,7 @@ def _peer_ranks(peers: Any) -> list[int]:
     return sorted(ranks_in(peers=peers))
 
 
-def _setting(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return an argument of the loader as text that peers can compare."""
     if isinstance(value, MESH_TYPES):
         members, rank = members_of(value), dist.get_rank()
@@ -294,11 +294,11 @@ def _setting(value: Any) -> str:
             f"dp rank {members.index(rank)} of {len(members)}" if rank in members else f"{members} without rank {rank}"
         )
     if isinstance(value, functools.partial):
-        return f"{_setting(value.func)} of {_setting(value.args)} and {_setting(value.keywords)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        return f"{_as_text(value.func)} of {_as_text(value.args)} and {_as_text(value.keywords)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_setting, value))}]"  # pyright: ignore[reportUnknownArgumentType]
+        return f"[{', '.join(map(_as_text, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_setting(item)}' for name, item in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
+        return f"{{{', '.join(f'{name}: {_as_text(item)}' for name, item in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     named_object = value if hasattr(value, "__qualname__") else type(value)

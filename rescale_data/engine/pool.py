@@ -14,7 +14,7 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.processes import WorkerProcesses, WorkerRun, context_of, require_pickle
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import NoSamplesLeft
-from rescale_data.engine.segment import LookAhead, Segment
+from rescale_data.engine.segment import EpochSegment, LookAhead
 from rescale_data.engine.workers import BeginCommand, Worker
 from rescale_data.sources.counts import MADE_BATCHES, by_name, read_counters
 from rescale_data.state import Ints
@@ -45,7 +45,7 @@ class WorkerFeed(BatchFeed):
         self._worker_run: WorkerRun | None = None
         self._num_micro_batches: int | None = 0
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         self._num_begin_commands += 1
         begin = BeginCommand(self._num_begin_commands, segment, first_batch, self._num_slabs, table)
         run, self._num_taken_batches = WorkerRun(begin, self._num_workers, pin_memory=self._pin), 0
@@ -67,14 +67,14 @@ class WorkerFeed(BatchFeed):
         run, self._worker_run = self._worker_run, None  # after an error or Ctrl-C, `begin` has to be called
         worker = self._num_taken_batches % self._num_workers
         try:
-            value, is_slab_free = run.inboxes[worker].next_value(self._timeout)
+            value, frees_slab = run.inboxes[worker].next_value(self._timeout)
         except Empty:
             self._end_processes(0)
             raise TimeoutError(
                 f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
                 f"look for what the pipeline waits for."
             ) from None
-        if is_slab_free:
+        if frees_slab:
             self._processes.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value

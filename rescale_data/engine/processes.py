@@ -151,7 +151,7 @@ class WorkerProcesses:
     def _communicate(self) -> None:
         live_workers = {process.sentinel: worker_index for worker_index, process in enumerate(self._processes)}
         open_pipes = {pipe: worker_index for worker_index, pipe in enumerate(self._pipes)}
-        idle_workers, workers_to_begin, sent_run = set(live_workers.values()), set[int](), None
+        idle_workers, workers_to_begin, last_sent_run = set(live_workers.values()), set[int](), None
         while live_workers:
             ready_handles = wait([self._wake_reader, *open_pipes, *live_workers])
             if self._wake_reader in ready_handles:
@@ -164,14 +164,14 @@ class WorkerProcesses:
                         break
             for worker_index in dead_workers:
                 self._processes[worker_index].join()
-                self._fail(worker_index, f"exit code {self._processes[worker_index].exitcode}")
-            if self._worker_run is not sent_run:
-                sent_run, workers_to_begin = self._worker_run, set(live_workers.values())
+                self._report_dead_worker(worker_index, f"exit code {self._processes[worker_index].exitcode}")
+            if self._worker_run is not last_sent_run:
+                last_sent_run, workers_to_begin = self._worker_run, set(live_workers.values())
                 for worker_index in workers_to_begin - idle_workers:
                     self.free_slabs[worker_index].release()  # a worker that waits for a slab then looks at the status
             for worker_index in workers_to_begin & idle_workers:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
-                    self._pipes[worker_index].send(sent_run and sent_run.packed_command)
+                    self._pipes[worker_index].send(last_sent_run and last_sent_run.packed_command)
             workers_to_begin, idle_workers = workers_to_begin - idle_workers, idle_workers - workers_to_begin
         share_budget_with(id(self), 0)
 
@@ -187,7 +187,7 @@ class WorkerProcesses:
         try:
             run_number, message = pickle.loads(message_bytes)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
-            self._fail(worker_index, f"the memory of its message is lost, {error!r}")
+            self._report_dead_worker(worker_index, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
             idle_workers.add(worker_index)
@@ -195,7 +195,7 @@ class WorkerProcesses:
             self._worker_run.inboxes[worker_index].messages.put(message)
         return True
 
-    def _fail(self, number: int, reason: str) -> None:
+    def _report_dead_worker(self, number: int, reason: str) -> None:
         self.failure = RuntimeError(
             f"A worker process exited unexpectedly (worker {number}: {reason}). If none ever started, the script needs an `if "
             f"__name__ == '__main__':` guard, because workers import it; else look for its traceback above, or for a process "

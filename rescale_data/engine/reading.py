@@ -13,17 +13,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rescale_data.engine.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT, BatchCounts, PeerCalls, on_first_peer
+from rescale_data.engine.peers import (
+    BATCH_MESSAGE,
+    PEEKED_MESSAGE,
+    RESULT,
+    BatchCounts,
+    CallsSharedWithPeers,
+    on_first_peer,
+)
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.states.load import load_state_dict
-from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
+from rescale_data.engine.states.statedict import local_state_dict, mark_unsavable, state_and_unsavable_reason
 from rescale_data.engine.stream import Stream, stream_of
-from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe, waits_for_batches
+from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe, waits_for_batches
 from rescale_data.errors import checks_argument_types
 
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
-_GROUP_CHECK_INTERVAL = 16
+_GROUP_CHECK_BATCHES = 16
 """The number of batches after which an iterator asks again if there is a process group younger than its loader."""
 _NUM_RECENT_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
@@ -46,16 +53,16 @@ class BaseLoader:
         shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
     """
 
-    def __init__(self, shared: PeerCalls | None) -> None:
+    def __init__(self, shared: CallsSharedWithPeers | None) -> None:
         self._own_stream: Stream | None = None  # the subclass opens it; peers of the process that reads have none
-        self._shared = shared
+        self._peer_calls = shared
         self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._recent_wait_seconds: deque[float] = deque(maxlen=_NUM_RECENT_WAITS)
         # An unreferenced loader is freed at once, with its workers
         weak_warn_slow = weakref.WeakMethod(self._warn_slow)
-        self._watch = Watch(SLOW_SECONDS, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
+        self._watch = Watchdog(SLOW_SECONDS, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
 
     @property
     def _stream(self) -> Stream:
@@ -73,8 +80,8 @@ class BaseLoader:
     @property
     def _counts(self) -> Stream | BatchCounts:
         """The loader's counts: on the first peer of a dp rank its stream, on other peers a copy that the first one sent."""
-        sent_counts = None if self._shared is None else self._shared.counts
-        return self._stream if sent_counts is None else sent_counts
+        counts_from_first_peer = None if self._peer_calls is None else self._peer_calls.counts
+        return self._stream if counts_from_first_peer is None else counts_from_first_peer
 
     # Batches
 
@@ -85,7 +92,9 @@ class BaseLoader:
         ``StopIteration``. Older iterators are invalid.
         """
         self._begin_iteration()
-        return BatchIterator(self._num_iterators, self._take_batch if self._shared is None else self._take_shared_batch)
+        return BatchIterator(
+            self._num_iterators, self._take_batch if self._peer_calls is None else self._take_shared_batch
+        )
 
     @on_first_peer(RESULT)
     def _begin_iteration(self) -> None:
@@ -244,12 +253,12 @@ class BaseLoader:
             RuntimeError: Another rank did not call it within ``timeout``.
             DataStateError: The ranks stand at different batches, and the state is pickled. It can be loaded into.
         """
-        return with_reason(*self._state_dict())
+        return mark_unsavable(*self._state_dict())
 
     @on_first_peer(RESULT)
     def _state_dict(self) -> tuple[dict[str, Any], str]:
         self._warn_of_other_thread()
-        return state_and_reason(self._stream.cursor, self._stream.ends)
+        return state_and_unsavable_reason(self._stream.cursor, self._stream.ends)
 
     @on_first_peer(RESULT)
     def local_state_dict(self) -> dict[str, Any]:
@@ -262,7 +271,7 @@ class BaseLoader:
         """
         self._warn_of_other_thread()
         num_dp_ranks = self._stream.layout.dp_world_size
-        if self._shared is not None and num_dp_ranks > 1:
+        if self._peer_calls is not None and num_dp_ranks > 1:
             raise TypeError(
                 f"local_state_dict() of a loader with peers= and {num_dp_ranks} dp ranks: the rows of a dp rank "
                 f"stay on the first of its peers. Call loader.state_dict() on all ranks, which returns the whole state."
@@ -321,7 +330,7 @@ class BaseLoader:
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         stream = self._own_stream
-        if stream is None or batches.number != self._last_taken[0] or not stream.cursor.u % _GROUP_CHECK_INTERVAL:
+        if stream is None or batches.number != self._last_taken[0] or not stream.cursor.u % _GROUP_CHECK_BATCHES:
             stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
         if stream.epoch != self._iterator_epoch:
             raise StopIteration

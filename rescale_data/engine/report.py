@@ -49,10 +49,10 @@ def report_over_ranks(values: npt.NDArray[np.float64], first_rank: int = 0) -> R
         values: ``float64[W, len(COUNTER_NAMES)]``.
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
-    spreads = Report()
+    rank_spreads = Report()
     for name, rank_values in zip(COUNTER_NAMES, values.T, strict=True):
         worst = rank_values.argmin() if name == READY_COUNTER else rank_values.argmax()
-        spreads[name] = RankSpread(
+        rank_spreads[name] = RankSpread(
             float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)
         )
-    return spreads
+    return rank_spreads

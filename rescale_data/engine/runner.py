@@ -9,15 +9,15 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, DataHistories, Recipe
+from rescale_data.engine.micro_batch import MicroBatch, TableUpdate
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Recipe, VersionLogs
 from rescale_data.engine.schema import Schema, set_histories
 from rescale_data.errors import DataStateError
 from rescale_data.layout.batch_shards import BatchShards
-from rescale_data.nodes.abilities import ProvesRows, WritesManySamples
+from rescale_data.nodes.abilities import VerifiesRows, WritesManySamples
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
-from rescale_data.nodes.below import borrow, columns_of, epoch_end, skip, skip_ahead, skip_epochs
+from rescale_data.nodes.below import columns_of, epoch_end, share_memory_with, skip, skip_ahead, skip_epochs
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.sources.decoded.interest import record_served_shards
@@ -44,16 +44,16 @@ class ShardRunner:
         self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self.is_serving = False
-        self.draw_in_workers: Callable[[Ints, DataHistories, Sequence[int], int], list[Any]] | None = None
-        self._histories: DataHistories = {}
+        self.draw_in_workers: Callable[[Ints, VersionLogs, Sequence[int], int], list[Any]] | None = None
+        self._histories: VersionLogs = {}
         self._built_nodes: dict[int, Node[Any]] = {}
         self._active_nodes: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns = columns_of(schema.root)
         self._write_ready = schema.root.write_many if isinstance(schema.root, WritesManySamples) else _write_no_rows
         self._sample_counts = self.table[:, SAMPLES]  # a view
-        self._repeated_batches: dict[int, _RepeatedBatch] = {}  # for shards that come again
+        self._same_shards_batches: dict[int, _SameShardsBatch] = {}  # for shards that come again
 
-    def load(self, table: Ints, histories: DataHistories) -> None:
+    def load(self, table: Ints, histories: VersionLogs) -> None:
         """Set all positions to the ones in a table; later samples are drawn from there.
 
         Args:
@@ -64,7 +64,7 @@ class ShardRunner:
             self._histories, self._built_nodes = histories, {}
             self.schema.adopt(histories)
         self.table[:], self.is_serving = table, False
-        self._active_nodes, self._repeated_batches = [None] * len(table), {}
+        self._active_nodes, self._same_shards_batches = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
@@ -83,14 +83,14 @@ class ShardRunner:
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        repeated_batch = self._repeated_batches.get(id(batch_shards))
-        if repeated_batch is not None and collate is None:
-            batch = self._write(repeated_batch.nodes, batch_shards.shards)
-            repeated_batch.samples_to_add += repeated_batch.samples_per_row
+        same_shards_batch = self._same_shards_batches.get(id(batch_shards))
+        if same_shards_batch is not None and collate is None:
+            batch = self._write(same_shards_batch.nodes, batch_shards.shards)
+            same_shards_batch.samples_not_counted_yet += same_shards_batch.samples_per_table_row
             # `tuple.__new__` takes half the time of a call of the class: together 2 % of a packed batch
-            values = repeated_batch.table_rows.copy()
-            rows = tuple.__new__(TableRows, (batch_shards.index, values, repeated_batch.samples_to_add))
-            return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(repeated_batch.nodes)))
+            values = same_shards_batch.table_rows.copy()
+            rows = tuple.__new__(TableUpdate, (batch_shards.index, values, same_shards_batch.samples_not_counted_yet))
+            return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(same_shards_batch.nodes)))
         if batch_shards.sample_numbers is not None:  # `_sample_at` counts each sample
             samples = [
                 self._sample_at(*draw)
@@ -100,16 +100,16 @@ class ShardRunner:
         if collate is None and self._columns:
             nodes = [self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards]
             batch = self._write(nodes, batch_shards.shards)
-            if isinstance(batch_shards.shard_counts, int):
-                self._repeated_batches[id(batch_shards)] = _RepeatedBatch(
-                    batch_shards, nodes, self.table[batch_shards.index], batch_shards.shard_counts
+            if isinstance(batch_shards.shard_samples, int):
+                self._same_shards_batches[id(batch_shards)] = _SameShardsBatch(
+                    batch_shards, nodes, self.table[batch_shards.index], batch_shards.shard_samples
                 )
         else:
             batch = (collate or stack)([self._draw(shard) for shard in batch_shards.shards])
-        self._sample_counts[batch_shards.index] += batch_shards.shard_counts
+        self._sample_counts[batch_shards.index] += batch_shards.shard_samples
         return self._as_micro_batch(batch, batch_shards)
 
-    def make_traced_batch(self, batch_shards: BatchShards, shards: Container[int]) -> MicroBatch:
+    def make_origin_batch(self, batch_shards: BatchShards, shards: Container[int]) -> MicroBatch:
         """Return one micro batch with the origin of each sample in place of the sample: a list of lines, one for each document.
 
         Args:
@@ -188,7 +188,7 @@ class ShardRunner:
                 f"fault; go back to a checkpoint from before this epoch and report it."
             )
         for _, inner_node in node.walk():
-            if isinstance(inner_node, ProvesRows):
+            if isinstance(inner_node, VerifiesRows):
                 inner_node.verify()
 
     def _slots(self, shard: int) -> Ints:
@@ -197,7 +197,7 @@ class ShardRunner:
     def _as_micro_batch(self, batch: Any, batch_shards: BatchShards) -> MicroBatch:
         num_real = len(batch_shards.shards) if batch_shards.num_real < 0 else batch_shards.num_real
         return MicroBatch(
-            batch, TableRows(batch_shards.index, self.table[batch_shards.index].copy()), batch_shards.shards, num_real
+            batch, TableUpdate(batch_shards.index, self.table[batch_shards.index].copy()), batch_shards.shards, num_real
         )
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
@@ -268,7 +268,7 @@ class ShardRunner:
                     f"The pipeline of logical shard {shard} yields the columns {columns_of(node)}, the first one "
                     f"{self._columns}. Samples of all shards make up one batch, so they are alike."
                 )
-            borrow(node, next(iter(self._built_nodes.values())))
+            share_memory_with(node, next(iter(self._built_nodes.values())))
         if type(node) is not type(self.schema.root):
             self._write_ready = _write_no_rows
         try:
@@ -281,21 +281,21 @@ class ShardRunner:
 
 
 @dataclass(slots=True)
-class _RepeatedBatch:
+class _SameShardsBatch:
     """The nodes and the table rows of one micro batch, kept because later micro batches have the same shards.
 
     Args:
         nodes: The node of each sample.
         table_rows: A view of the rows of the table that the shards have.
-        samples_per_row: The number of samples that each of these rows gives.
-        samples_to_add: The number of samples that each row has given, and does not count yet, since that is expensive.
+        samples_per_table_row: The number of samples that each of these rows gives.
+        samples_not_counted_yet: The number of samples that each row has given, and does not count yet, since that is expensive.
     """
 
     batch_shards: BatchShards
     nodes: list[Node[Any]]
     table_rows: Ints
-    samples_per_row: int
-    samples_to_add: int = 0
+    samples_per_table_row: int
+    samples_not_counted_yet: int = 0
 
 
 def _write_no_rows(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:

@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rescale_data.engine.recipe import FIRST_SLOT, LOADER_FIELDS, NO_REMAINDER, SAMPLES, STAMP, DataHistories, path_name
-from rescale_data.nodes.abilities import AdoptsHistory, Prefetches, Reports
+from rescale_data.engine.recipe import FIRST_SLOT, LOADER_FIELDS, NO_REMAINDER, SAMPLES, STAMP, VersionLogs, path_name
+from rescale_data.nodes.abilities import NeedsHistory, Prefetches, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, has_provenance
 from rescale_data.nodes.foreign import Foreign
-from rescale_data.nodes.form import EARLIER_KEY
+from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY
 from rescale_data.sources.source import BaseSource
 from rescale_data.state import Ints, encode, field_of, flatten, position_slots, state_of
 
@@ -44,7 +44,7 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_same_provenance(root)
         self.root, self._seeds = root, _seeds(root)
-        self.histories: DataHistories = {}
+        self.histories: VersionLogs = {}
         self.fields = (*LOADER_FIELDS, *root.fields)
         field_keys = [field.key for field in (*self.fields, STAMP)]
         duplicates = sorted({key for key in field_keys if field_keys.count(key) > 1})
@@ -98,13 +98,13 @@ class Schema:
         return sorted({type(node.wrapped_node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
     @property
-    def columns_within_epoch(self) -> list[int]:
+    def position_in_epoch_columns(self) -> list[int]:
         """The indices of the table columns that give the position of a shard within its epoch."""
         return [FIRST_SLOT + slot for slot in position_slots(self.root.fields, include_epochs=False)]
 
     def samples_per_epoch(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
-        beginning_table, columns = table.copy(), self.columns_within_epoch
+        beginning_table, columns = table.copy(), self.position_in_epoch_columns
         beginning_table[:, columns] = self.fresh_table(len(table))[:, columns]
         end_of_epoch = self.epoch_end(beginning_table)
         return None if end_of_epoch is None else int(end_of_epoch[0].sum())
@@ -132,7 +132,7 @@ class Schema:
         by_name: dict[str, BaseSource] = {}
         return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
 
-    def adopt(self, histories: DataHistories) -> None:
+    def adopt(self, histories: VersionLogs) -> None:
         """Set the manifests of the sources and the earlier sample formats that hold from now on."""
         if histories != self.histories:
             for name in ("sources_json", "pipeline_json"):
@@ -173,8 +173,8 @@ class Schema:
     def pipeline_json(self) -> str:
         parameters_by_path = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
         for path, node in self.root.walk():
-            if node.reads is None and (earlier_forms := self.histories.get(path_name(path))):
-                parameters_by_path[path_name(path)][EARLIER_KEY] = earlier_forms
+            if node.reads is None and (earlier_formats := self.histories.get(path_name(path))):
+                parameters_by_path[path_name(path)][EARLIER_PARAMETERS_KEY] = earlier_formats
         return to_json(parameters_by_path)
 
     @property
@@ -213,10 +213,10 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
     return parameters
 
 
-def set_histories(root: Node[Any], histories: DataHistories) -> None:
+def set_histories(root: Node[Any], histories: VersionLogs) -> None:
     """Give nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
     for path, node in root.walk():
-        if isinstance(node, AdoptsHistory):
+        if isinstance(node, NeedsHistory):
             node.adopt(histories.get(path_name(path), ()))
 
 

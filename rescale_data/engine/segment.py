@@ -1,4 +1,4 @@
-"""`Segment`: a part of a run whose micro batches follow one plan."""
+"""`EpochSegment`: a part of a run whose micro batches follow one plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.recipe import SAMPLES, DataHistories, History
+from rescale_data.engine.recipe import SAMPLES, VersionLog, VersionLogs
 from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShardsFunction, UnalignedBatchShards
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
@@ -19,7 +19,7 @@ _LOOKAHEAD_BATCHES = 64  # in micro batches of one worker
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class EpochSegment:
     """A part of a run on one rank, by one plan: the main phase of an epoch, or one round of its remainder.
 
     Args:
@@ -31,10 +31,10 @@ class Segment:
         samples_left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can
             find them.
         remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
-        histories: The data of each source, by epoch (`DataHistories`).
+        histories: The data of each source, by epoch (`VersionLogs`).
         pads: True if batches say which of their samples are real.
         saves_whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        first_check_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+        end_check_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
             failed proof; else 0.
     """
 
@@ -45,9 +45,9 @@ class Segment:
     samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
     samples_left: Ints | None = None
     remainder: Remainder | None = None
-    histories: DataHistories = field(default_factory=dict[str, History])
+    histories: VersionLogs = field(default_factory=dict[str, VersionLog])
     pads: bool = False
-    first_check_u: int = 0
+    end_check_u: int = 0
     saves_whole_steps: bool = False
 
     def batch_shards_function(self, table: Ints) -> BatchShardsFunction:
@@ -110,7 +110,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class LookAhead(Segment):
+class LookAhead(EpochSegment):
     """Work for worker processes in place of a segment: they draw samples ahead, to find where epochs of logical shards end.
 
     What a feed makes in place of micro batch u: `ShardRunner.look_ahead` of the shard with that number, and its table row.

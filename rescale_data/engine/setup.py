@@ -16,7 +16,7 @@ from rescale_data.engine.recipe import Pipeline, Recipe, path_name
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
-from rescale_data.nodes.abilities import ProvesRows
+from rescale_data.nodes.abilities import VerifiesRows
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_id
@@ -74,7 +74,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
-    _warn_if_not_proved(setup)
+    _warn_if_rows_unverified(setup)
     compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.with_new_loader(
         {
@@ -182,10 +182,10 @@ def _check_epoch(setup: LoaderSetup) -> None:
         )
 
 
-def _warn_if_not_proved(setup: LoaderSetup) -> None:
+def _warn_if_rows_unverified(setup: LoaderSetup) -> None:
     """Warn if `verify` cannot prove an epoch, because some rows are not read by a `Reader`."""
     leaves = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
-    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, ProvesRows)]
+    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, VerifiesRows)]
     if setup.recipe.verify and unproved:
         setup.ranks.warn(
             "verify=True proves nothing of the rows of %s: only an rd.Reader keeps a digest of what it reads.", unproved
@@ -197,12 +197,12 @@ def _check_shards(setup: LoaderSetup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    step_ordered_sources = [reader.source for reader in readers if reader.rows.batch_order]
+    sources_in_batch_order = [reader.source for reader in readers if reader.rows.batch_order]
     # shards that read a source in step all read the same fragment at the same time
-    unsynchronized = {id(source): source for source in sources.values() if source not in step_ordered_sources}
+    other_sources = {id(source): source for source in sources.values() if source not in sources_in_batch_order}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
-        unsynchronized.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
+        other_sources.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
     )
     if layout.num_logical_shards < 2:
         return

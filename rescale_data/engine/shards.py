@@ -78,7 +78,7 @@ class LogicalShards(BaseNode[list[Any]]):
         options = {name: value for name, value in locals().items() if name in OPTION_NAMES}
         setup = make_setup(pipeline, Options(**options))
         self._stream = Stream(setup, InProcessFeed(setup.runner, list))
-        self._state_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end
+        self._state_was_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end
         self._samples_at_reset = 0  # samples after the last reset; a second reset there changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
@@ -86,13 +86,13 @@ class LogicalShards(BaseNode[list[Any]]):
         super().reset(None)
         self._stream.ranks.require_no_group()
         samples_at_reset, self._samples_at_reset = self._samples_at_reset, -1
-        state_requested, self._state_requested = self._state_requested, None
+        state_was_requested, self._state_was_requested = self._state_was_requested, None
         if initial_state is not None:
             load_state_dict(self._stream, initial_state)
-            self._state_requested = False if self._stream.cursor.epoch_ended else None
+            self._state_was_requested = False if self._stream.cursor.epoch_ended else None
             return
         if self._stream.cursor.epoch_ended:
-            if state_requested:
+            if state_was_requested:
                 self._stream.ranks.warn(_STALE_STATE_WARNING)
             self._stream.begin_next_epoch()
         elif self._stream.clock.samples != samples_at_reset:
@@ -105,5 +105,5 @@ class LogicalShards(BaseNode[list[Any]]):
 
     def get_state(self) -> dict[str, Any]:
         self._stream.ranks.require_no_group()
-        self._state_requested = None if self._state_requested is None else True
+        self._state_was_requested = None if self._state_was_requested is None else True
         return local_state_dict(self._stream.cursor, self._stream.ends)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.feed import BatchFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.moves import next_segment, require_micro_batches, skip
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import NoSamplesLeft
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -48,7 +48,7 @@ class MicroBatchQueue:
 
     __slots__ = ("is_exhausted", "micro_batches", "next", "segment")
 
-    def __init__(self, segment: Segment | None = None, first_batch: int = 0) -> None:
+    def __init__(self, segment: EpochSegment | None = None, first_batch: int = 0) -> None:
         self.segment, self.next, self.is_exhausted = segment, first_batch, False
         self.micro_batches: dict[int, MicroBatch] = {}
 
@@ -67,7 +67,7 @@ class Stream:
     """
 
     def __init__(self, setup: LoaderSetup, feed: BatchFeed) -> None:
-        self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup), 0
+        self.feed, self.ends, self.last_batch_samples = feed, EpochEndFinder(setup), 0
         self.schema, self.layout, self._steps_per_epoch = setup.schema, setup.layout, setup.options.steps_per_epoch
         self._pid = 0  # the process in which the feed has begun
         self.reset()
@@ -154,7 +154,7 @@ class Stream:
         if epoch_size is not None:
             steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
             steps += self.setup.options.tail == "pad" and num_leftover > 0
-        return self._why_uncounted() if steps is None else steps * self.gradient_accumulation_steps
+        return self._why_count_unknown() if steps is None else steps * self.gradient_accumulation_steps
 
     @property
     def batches_left(self) -> int | str:
@@ -164,12 +164,12 @@ class Stream:
         if (steps := self._steps_per_epoch) is not None:
             return (steps - self.step % steps) * self.gradient_accumulation_steps - self.num_in_step
         if not self.setup.epoch_size_is_known:
-            return self._why_uncounted()
+            return self._why_count_unknown()
         segment = self.begin_segment()
         num_left = 0 if segment is None else segment.micro_batches_left_at(self.cursor.u)
-        return self._why_uncounted() if num_left is None else num_left
+        return self._why_count_unknown() if num_left is None else num_left
 
-    def _why_uncounted(self) -> str:
+    def _why_count_unknown(self) -> str:
         reason = "repeat=True has no end"
         if not self.setup.recipe.repeat:
             unsized_nodes = " and ".join(self.schema.unsized_nodes(self.table))
@@ -210,7 +210,7 @@ class Stream:
         """Continue from a table whose N rows are all up to date; after `steps_per_epoch` steps, count the epoch as over."""
         self.rewind()
         self.setup.runner.release_cache()
-        self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load))
+        self.ends = EpochEndFinder(replace(self.setup, ranks=self.ranks.with_load_counted))
         cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)
         self.cursor = cursor._replace(end_of_steps_seen=True, resumed=resumed)
 
@@ -228,7 +228,7 @@ class Stream:
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        samples_before, ends = self.clock.samples, EpochEnds(self.setup)
+        samples_before, ends = self.clock.samples, EpochEndFinder(self.setup)
         cursor = skip(self.cursor.copy(), ends, num_micro_batches)
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
         self.ends = ends
@@ -242,10 +242,10 @@ class Stream:
 
     # Finding the segment
 
-    def begin_segment(self) -> Segment | None:
+    def begin_segment(self) -> EpochSegment | None:
         """Return the segment of the next micro batch, and plan it if needed; `None` at the end of the epoch."""
         segment = self.cursor.segment
-        if segment is not None and self.cursor.u < segment.first_check_u:
+        if segment is not None and self.cursor.u < segment.end_check_u:
             return segment
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
@@ -292,7 +292,7 @@ class Stream:
         """
         micro_batch = self.peek()
         queue, u, cursor = self._queue, self.cursor.u, self.cursor.advanced(micro_batch)
-        if cursor.segment is None or cursor.u >= cursor.segment.first_check_u:
+        if cursor.segment is None or cursor.u >= cursor.segment.end_check_u:
             try:
                 cursor = self._enter_segment(cursor)
             except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
@@ -308,7 +308,7 @@ class Stream:
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
         segment, steps = self.cursor.segment, self._steps_per_epoch
-        if (segment is None or steps is not None or self.cursor.u >= segment.first_check_u) and self.is_epoch_over():
+        if (segment is None or steps is not None or self.cursor.u >= segment.end_check_u) and self.is_epoch_over():
             raise StopIteration
         u = self.cursor.u
         self._make_batches_until(self.cursor, u + 1)

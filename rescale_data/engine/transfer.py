@@ -12,7 +12,7 @@ import torch
 
 from rescale_data.engine.collate import map_tensors
 from rescale_data.engine.feed import BatchFeed, FunctionFeed
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.errors import require_callable
 from rescale_data.state import Ints
 
@@ -69,7 +69,7 @@ class ToDevice(FunctionFeed):
         super().__init__(feed, partial(_to_device, device))
         self._device, self._device_stream = device, nullcontext()
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         if is_accelerator(self._device):
             self._device_stream: Any = torch.accelerator.current_stream(self._device)
         super().begin(segment, table, first_batch)

@@ -38,7 +38,7 @@ _WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "pro
 """Modules whose functions wait for batches that other threads or processes make."""
 
 
-class Watch:
+class Watchdog:
     """Watches one thread, and reports work that takes longer than a given time, once each.
 
     Args:
@@ -94,7 +94,7 @@ class Watch:
         self._report(self._clock() - began, frames().get(self.thread_id))
 
 
-def _watch_loop(watch_ref: weakref.ref[Watch], pause_seconds: float, stop_flag: WaitableFlag) -> None:
+def _watch_loop(watch_ref: weakref.ref[Watchdog], pause_seconds: float, stop_flag: WaitableFlag) -> None:
     while not stop_flag.wait(pause_seconds) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.report_if_slow()

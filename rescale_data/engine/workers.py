@@ -32,15 +32,15 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import NoSamplesLeft, ShardRunner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.segment import Segment
-from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe
+from rescale_data.engine.segment import EpochSegment
+from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe
 from rescale_data.errors import to_picklable
 from rescale_data.sources.counts import COUNTER_INDICES, MADE_BATCHES, MAKE_SECONDS, read_counters
 from rescale_data.sources.decoded.cache import share_budget_with
 from rescale_data.state import Ints
 
 _MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
-_MESSAGE_SECONDS = 0.05
+_MAX_SECONDS_PER_MESSAGE = 0.05
 _CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _MAX_TRACEBACK_CHARS = 2000
 _TEXT_BYTES = 512
@@ -58,7 +58,7 @@ class BeginCommand:
     """
 
     command_id: int
-    segment: Segment
+    segment: EpochSegment
     first_batch: int
     num_slabs: int
     table: Ints
@@ -99,16 +99,16 @@ class Worker:
 
     def __init__(self, recipe: Recipe, options: Options) -> None:
         self.recipe, self._collate, self._init_fn = recipe, options.collate_fn, options.worker_init_fn
-        self._report_after_seconds, self.is_attached = SLOW_SECONDS / 2, False  # before the trainer warns
+        self._report_after_seconds, self.has_status = SLOW_SECONDS / 2, False  # before the trainer warns
         self._feed: InProcessFeed | None = None
 
     def attach(self, worker_number: int, status: WorkerStatus) -> None:
         """Set the number of this worker, and the shared memory in which it reports work that takes long."""
         if self._init_fn is not None:
             self._init_fn(worker_number)
-        self.is_attached = True
+        self.has_status = True
         self._worker_number, self._status = worker_number, status
-        self.watch = Watch(
+        self.watch = Watchdog(
             self._report_after_seconds, lambda _, frame: status.write_activity(worker_number, describe(frame))
         )
 
@@ -130,7 +130,7 @@ class Worker:
             while (packed_command := pipe.recv()) is not None:
                 command: BeginCommand = from_bytes(*packed_command)
                 try:
-                    if not self.is_attached:
+                    if not self.has_status:
                         self.attach(worker_number, status)
                         read_counters().move_values_to(status.counts[worker_number].numpy())
                         self.watch.start()
@@ -161,7 +161,7 @@ class Worker:
             for value in islice(packed_values, max_batches):
                 message_values.append(value)
                 num_bytes += value.num_bytes
-                if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MESSAGE_SECONDS:
+                if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MAX_SECONDS_PER_MESSAGE:
                     break
             if not message_values or not self._is_wanted(command):
                 return

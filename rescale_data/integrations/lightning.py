@@ -95,8 +95,8 @@ class DataState(pl.Callback):
 
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` to ``steps`` if it may be set and the user has not; else raise if it differs."""
-        is_settable = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if trainer.accumulate_grad_batches == 1 and is_settable and not self._loader_exists:
+        can_set_accumulation = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        if trainer.accumulate_grad_batches == 1 and can_set_accumulation and not self._loader_exists:
             trainer.accumulate_grad_batches = steps
         if trainer.accumulate_grad_batches != steps:
             raise ValueError(
@@ -168,7 +168,7 @@ def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
     global_batch_size, dp_world_size, micro_batch_size = state.sizes
     progress = loop["epoch_loop.batch_progress"]
     num_in_step = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
-    if num_in_step and not state.clock.begun(global_batch_size):
+    if num_in_step and not state.clock.samples_begun(global_batch_size):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for lightning_counts in (progress["current"], progress["total"]):
             for name in _COUNTER_NAMES:

@@ -39,7 +39,7 @@ def water_fill(delivered: Ints, num_picks: Ints, starts: Ints) -> Ints:
     return num_served
 
 
-def feasible_picks(delivered: Ints, samples_left: Ints, block_starts: Ints) -> Ints:
+def max_picks(delivered: Ints, samples_left: Ints, block_starts: Ints) -> Ints:
     """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:

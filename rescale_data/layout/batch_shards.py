@@ -19,8 +19,8 @@ class BatchShards:
 
     Args:
         shards: The shard of each of the b samples, in the order of the batch.
-        index: The shards that it visits, as an index into the table: a slice or ``int64[M]``.
-        shard_counts: How many samples each of them gives, a number or ``int64[M]``.
+        index: These shards, each once, as an index into the table: a slice or ``int64[M]``.
+        shard_samples: How many samples each of them gives, a number or ``int64[M]``.
         sample_numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
             from the shard's first; 0 for those that fill the last batch.
         num_real: How many of the samples are real; the others fill the last batch.
@@ -28,7 +28,7 @@ class BatchShards:
 
     shards: list[int]
     index: slice | Ints
-    shard_counts: int | Ints
+    shard_samples: int | Ints
     sample_numbers: list[int] | None = None
     num_real: int = -1
 
@@ -44,7 +44,7 @@ BatchShardsFunction: TypeAlias = Callable[[int], BatchShards]
 class AlignedBatchShards:
     """Computes the shards of each micro batch of one rank in an aligned layout, in which a shard always has the same worker.
 
-    Turns are the same object or have no shard in common.
+    Two results are the same object or have no shard in common.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -63,7 +63,7 @@ class AlignedBatchShards:
     def _make(self, u: int) -> BatchShards:
         layout = self._layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
-        b, g, c = layout.micro_batch_size, layout.steps_between_visits, layout.samples_per_visit
+        b, g, c = layout.micro_batch_size, layout.shard_period_steps, layout.shard_samples_per_step
         own_first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
         shards = [(own_first_row + i) // c * g + t for i in range(b)]
         return BatchShards(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))

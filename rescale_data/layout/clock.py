@@ -38,7 +38,7 @@ class Clock:
         """Return the number of whole global batches delivered in the run."""
         return self.step + (self.samples - self.origin) // global_batch_size
 
-    def begun(self, global_batch_size: int) -> int:
+    def samples_begun(self, global_batch_size: int) -> int:
         """Return the number of samples, over all ranks, that were delivered in a step that is not complete."""
         return (self.samples - self.origin) % global_batch_size
 
@@ -48,7 +48,7 @@ class Clock:
 
     def restarted(self, global_batch_size: int) -> Clock:
         """Return the same counts with `origin` at the current sample, from which steps are counted anew."""
-        in_step = self.in_step or self.begun(global_batch_size) > 0
+        in_step = self.in_step or self.samples_begun(global_batch_size) > 0
         return replace(self, origin=self.samples, step=self.global_step(global_batch_size), in_step=in_step)
 
     def next_epoch(self, global_batch_size: int) -> Clock:
@@ -68,5 +68,5 @@ class Clock:
             saved_sizes: O, W and b of the save.
         """
         current_sizes = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        is_at_step_start = not self.begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
+        is_at_step_start = not self.samples_begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
         return self if is_at_step_start or saved_sizes == current_sizes else self.restarted(saved_sizes[0])

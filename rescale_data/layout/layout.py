@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rescale_data.layout.balance import feasible_picks, water_fill
+from rescale_data.layout.balance import max_picks, water_fill
 from rescale_data.state import Ints
 
 _MIN_SHARDS, _MAX_SHARDS = 256, 2048
@@ -95,19 +95,19 @@ class Layout:
         return self.dp_world_size * self.micro_batch_size
 
     @property
-    def steps_between_visits(self) -> int:
+    def shard_period_steps(self) -> int:
         """G, the number of steps after which a shard serves the same place of the global batch again (1 if N divides O)."""
         return max(1, self.num_logical_shards // self.global_batch_size)
 
     @property
-    def samples_per_visit(self) -> int:
+    def shard_samples_per_step(self) -> int:
         """C, the number of samples that a shard serves in a step in which it takes part; 1 if N is a multiple of O."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
     def batch_period(self) -> int:
         """The number of micro batches after which an aligned layout repeats the same sequence of shards."""
-        return self.steps_between_visits * self.gradient_accumulation_steps
+        return self.shard_period_steps * self.gradient_accumulation_steps
 
     @cached_property
     def aligned(self) -> bool:
@@ -147,10 +147,10 @@ class Layout:
         t, m = np.divmod(np.arange(worker, self.batch_period, self.workers_per_rank), self.gradient_accumulation_steps)
         first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
         batch_rows = first_row + np.arange(self.micro_batch_size)
-        return np.unique(batch_rows // self.samples_per_visit * self.steps_between_visits + t[:, None])
+        return np.unique(batch_rows // self.shard_samples_per_step * self.shard_period_steps + t[:, None])
 
     def samples_delivered(self, samples_before: Ints, first_batch: int, stop_batch: int) -> Ints:
-        """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
+        """Return the number of samples that each shard delivers in the micro batches ``first_batch .. stop_batch - 1``.
 
         Args:
             samples_before: ``int64[N]``, the samples that each has delivered before ``first_batch``.
@@ -159,11 +159,11 @@ class Layout:
             ``int64[N]``.
         """
         if self.aligned:
-            return self._samples_since_origin(stop_batch) - self._samples_since_origin(first_batch)
-        num_turns = self._turns(stop_batch) - self._turns(first_batch)
-        return water_fill(samples_before, num_turns * self.micro_batch_size, self._block_starts)
+            return self._aligned_samples_before(stop_batch) - self._aligned_samples_before(first_batch)
+        num_batches_by_worker = self._worker_batches(stop_batch) - self._worker_batches(first_batch)
+        return water_fill(samples_before, num_batches_by_worker * self.micro_batch_size, self._block_starts)
 
-    def main_phase_end(self, samples: Ints, num_left: Ints, first_batch: int) -> int:
+    def epoch_remainder_start(self, samples: Ints, num_left: Ints, first_batch: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
@@ -176,13 +176,14 @@ class Layout:
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
-            total_samples = num_left + self._samples_since_origin(first_batch)
-            steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.steps_between_visits
+            total_samples = num_left + self._aligned_samples_before(first_batch)
+            steps = self._first_steps() + (total_samples // self.shard_samples_per_step) * self.shard_period_steps
             return int(steps.min()) * a
-        turns = (
-            self._turns(first_batch) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
+        batches = (
+            self._worker_batches(first_batch)
+            + max_picks(samples, num_left, self._block_starts) // self.micro_batch_size
         )
-        return int((turns * self.workers_per_rank + np.arange(len(turns)) % self.workers_per_rank).min()) // a * a
+        return int((batches * self.workers_per_rank + np.arange(len(batches)) % self.workers_per_rank).min()) // a * a
 
     @cached_property
     def _block_starts(self) -> Ints:
@@ -191,23 +192,23 @@ class Layout:
         worker_offsets = np.diff(rank_starts)[:, None] * np.arange(self.workers_per_rank) // self.workers_per_rank
         return np.append(rank_starts[:-1, None] + worker_offsets, self.num_logical_shards)
 
-    def _turns(self, u: int) -> Ints:
+    def _worker_batches(self, u: int) -> Ints:
         """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
         worker = np.arange(self.dp_world_size * self.workers_per_rank, dtype=np.int64) % self.workers_per_rank
         return (u - worker + self.workers_per_rank - 1) // self.workers_per_rank
 
-    def _first_visit(self) -> Ints:
-        return np.arange(self.num_logical_shards, dtype=np.int64) % self.steps_between_visits
+    def _first_steps(self) -> Ints:
+        return np.arange(self.num_logical_shards, dtype=np.int64) % self.shard_period_steps
 
-    def _samples_since_origin(self, u: int) -> Ints:
+    def _aligned_samples_before(self, u: int) -> Ints:
         """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
-        g, c, first_visit = self.steps_between_visits, self.samples_per_visit, self._first_visit()
+        g, c, first_step = self.shard_period_steps, self.shard_samples_per_step, self._first_steps()
         row_in_rank = (
             np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
         )
-        begun_samples = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_visit == t % g)
-        return (t - first_visit + g - 1) // g * c + begun_samples
+        samples_in_begun_step = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_step == t % g)
+        return (t - first_step + g - 1) // g * c + samples_in_begun_step
 
 
 def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:

@@ -128,10 +128,10 @@ def plan(
             f"global_batch_size={max(global_sizes)}: a plan goes through all its divisors, up to {_MAX_SAMPLES}."
         )
     _checked_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-    shard_counts = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
+    shard_samples = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
     plans = {
         n: _options(global_sizes, n, micro_batch_size, worker_counts)
-        for n in _checked_ints(1, num_logical_shards=shard_counts)
+        for n in _checked_ints(1, num_logical_shards=shard_samples)
     }
     n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
     return Plan(tuple(global_sizes), n, tuple(options), tuple(sources))

@@ -92,8 +92,8 @@ class Remainder:
         own_rows = slice(first_row, first_row + layout.micro_batch_size)
         shards, sample_numbers, real_mask = self._step_samples(t)
         shards, sample_numbers, real_mask = shards[own_rows], sample_numbers[own_rows], real_mask[own_rows]
-        shard_index, shard_counts = np.unique(shards[real_mask], return_counts=True)
-        return BatchShards(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real_mask.sum()))
+        shard_index, shard_samples = np.unique(shards[real_mask], return_counts=True)
+        return BatchShards(shards.tolist(), shard_index, shard_samples, sample_numbers.tolist(), int(real_mask.sum()))
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""

@@ -2,10 +2,10 @@
 
 The samples of a step are a set: whichever rank computes one of them, the gradient is the same. All of it is integers, and ties
 go by the number of a sample, so each rank finds the same plan by itself. A *bin* is one micro batch of one rank. Bins that are
-computed at the same time form a *level*, and the bins of the first level cost the most:
+computed at the same time form a *cost tier*, and the bins of the first tier cost the most:
 
-    rank 0   #########  ####  ###        a step takes the sum over levels of the largest bin: short samples (=) fill up the
-    rank 1   ######===  ###=  ===        bins beside an expensive one (#), so that the bins of other levels are small
+    rank 0   #########  ####  ###        a step takes the sum over tiers of the largest bin: short samples (=) fill up the
+    rank 1   ######===  ###=  ===        bins beside an expensive one (#), so that the bins of other tiers are small
     rank 2   ####=====  ##==  ===
 
 Source: the largest first, each to the bin with the least (Graham, "Bounds on multiprocessing timing anomalies", 1969).
@@ -41,7 +41,7 @@ class StepPlan:
         sync_interval: "micro" where ranks wait for each other in every micro batch; "step" where they wait once a step: then
             the sums of ranks are alike, and the first and the last micro batches of a rank are its least.
         pads_bins: A micro batch costs its number of samples times the largest cost, and has so many times the most tokens.
-        seed: With ``step`` the key of the order of levels, the same for all groups of ranks.
+        seed: With ``step`` the key of the order of tiers, the same for all groups of ranks.
     """
 
     costs: Ints
@@ -65,11 +65,11 @@ class StepPlan:
                 ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks, dtype=np.int64)
                 group = fill_bins(loads, ones, zeros, self.num_batches)
             rank = self._assign_ranks(group[bin_of], np.zeros(self.num_ranks, dtype=np.int64))
-            return rank, _largest_in_middle(loads, group, self.num_batches)[bin_of]
-        level_of_bin = np.empty(self.num_bins, dtype=np.int64)
-        level_of_bin[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
-        batch_of_level = permutation(self.num_batches, "balance", self.seed, self.step)
-        return self._assign_ranks(bin_of, level_of_bin), batch_of_level[level_of_bin][bin_of]
+            return rank, _costliest_bins_in_middle(loads, group, self.num_batches)[bin_of]
+        cost_tier_of_bin = np.empty(self.num_bins, dtype=np.int64)
+        cost_tier_of_bin[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
+        batch_of_cost_tier = permutation(self.num_batches, "balance", self.seed, self.step)
+        return self._assign_ranks(bin_of, cost_tier_of_bin), batch_of_cost_tier[cost_tier_of_bin][bin_of]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
@@ -83,33 +83,33 @@ class StepPlan:
         """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
         limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
         if self.sync_interval == "step":
-            zeros, rank_limit = np.zeros(self.num_ranks, dtype=np.int64), limit * self.num_batches
-            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, min_items=self.num_batches)
+            zeros, rank_token_limit = np.zeros(self.num_ranks, dtype=np.int64), limit * self.num_batches
+            rank = _fill_all(self.costs, self.tokens, zeros, rank_token_limit, min_items=self.num_batches)
             return rank * self.num_batches + _fill_each(self.costs, self.tokens, rank, self.num_batches, limit)
-        top_cost, other_cost = self._target_costs(self.costs)
-        offsets = np.full(self.num_bins, top_cost - other_cost, dtype=np.int64)
+        first_cost, rest_cost = self._target_costs(self.costs)
+        offsets = np.full(self.num_bins, first_cost - rest_cost, dtype=np.int64)
         offsets[: self.num_ranks] = 0
         return _fill_all(self.costs, self.tokens, offsets, limit)
 
     def _assign_padded_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if samples of a bin are padded to its largest.
 
-        Samples of similar cost share a bin; their number is such that the bins of a level cost the same when padded.
+        Samples of similar cost share a bin; their number is such that the bins of a tier cost the same when padded.
 
         Source: the length-grouped sampler of transformers finds a limit of the cost by bisection, too.
         """
         cost_order = np.lexsort((-self.tokens, -self.costs))
         costs, tokens = np.maximum(self.costs[cost_order], 1), self.tokens[cost_order]
-        top_cost, low = self._target_costs(costs)
-        num_top = self.num_ranks if self.sync_interval == "micro" else 0
+        first_cost, low = self._target_costs(costs)
+        num_first = self.num_ranks if self.sync_interval == "micro" else 0
 
         def cut_bins(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
-            other_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
-            top_ends = _bin_ends(costs, tokens, max(cost_limit, top_cost), most_tokens)
+            rest_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
+            first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), most_tokens)
             bin_starts, bin_end, max_bin_end = [0], 0, len(costs) - self.num_bins
             for bin_number in range(self.num_bins):
-                bin_end, max_bin_end = (top_ends if bin_number < num_top else other_ends)[bin_end], max_bin_end + 1
+                bin_end, max_bin_end = (first_ends if bin_number < num_first else rest_ends)[bin_end], max_bin_end + 1
                 bin_end = min(bin_end, max_bin_end)  # one is left for each other bin
                 bin_starts.append(bin_end)
             return bin_starts if bin_end == len(costs) else None
@@ -132,40 +132,40 @@ class StepPlan:
         """Return the target costs of each rank's first bin, which holds the costliest samples, and of all other bins."""
         total_cost = int(costs.sum())
         mean_cost = -(-total_cost // self.num_bins)
-        if self.sync_interval == "step":  # levels do not matter
+        if self.sync_interval == "step":  # tiers do not matter
             return mean_cost, max(1, mean_cost)
-        top_cost = max(int(costs.max()), mean_cost)
-        return top_cost, max(1, (total_cost - top_cost * self.num_ranks) // max(self.num_bins - self.num_ranks, 1))
+        first_cost = max(int(costs.max()), mean_cost)
+        return first_cost, max(1, (total_cost - first_cost * self.num_ranks) // max(self.num_bins - self.num_ranks, 1))
 
-    def _assign_ranks(self, group_of_sample: Ints, level_of_group: Ints) -> Ints:
+    def _assign_ranks(self, group_of_sample: Ints, cost_tier_of_group: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
 
-        Samples of one group have one rank, and groups of one level have different ranks.
+        Samples of one group have one rank, and groups of one tier have different ranks.
 
         The group and the rank that have the most tokens in common come together first.
 
         Args:
             group_of_sample: ``int64[samples]``.
-            level_of_group: ``int64[groups]``; each has as many groups as there are ranks.
+            cost_tier_of_group: ``int64[groups]``; each has as many groups as there are ranks.
         """
         owner_pairs, pair_index = np.unique(group_of_sample * self.num_ranks + self.owner_ranks, return_inverse=True)
-        common_tokens = np.zeros(len(owner_pairs), dtype=np.int64)
-        np.add.at(common_tokens, pair_index, self.tokens)
-        groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-common_tokens, kind="stable")], self.num_ranks)
-        rank = np.full(len(level_of_group), -1, dtype=np.int64)
-        is_free = np.ones((len(level_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
+        pair_tokens = np.zeros(len(owner_pairs), dtype=np.int64)
+        np.add.at(pair_tokens, pair_index, self.tokens)
+        groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-pair_tokens, kind="stable")], self.num_ranks)
+        rank = np.full(len(cost_tier_of_group), -1, dtype=np.int64)
+        is_free = np.ones((len(cost_tier_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _first_mask(groups) & _first_mask(level_of_group[groups] * self.num_ranks + candidate_ranks)
+            is_match = _first_mask(groups) & _first_mask(cost_tier_of_group[groups] * self.num_ranks + candidate_ranks)
             rank[groups[is_match]] = candidate_ranks[is_match]
-            is_free[level_of_group[groups[is_match]], candidate_ranks[is_match]] = False
-            is_possible = (rank[groups] < 0) & is_free[level_of_group[groups], candidate_ranks]
+            is_free[cost_tier_of_group[groups[is_match]], candidate_ranks[is_match]] = False
+            is_possible = (rank[groups] < 0) & is_free[cost_tier_of_group[groups], candidate_ranks]
             groups, candidate_ranks = groups[is_possible], candidate_ranks[is_possible]
         unassigned = np.flatnonzero(rank < 0)
-        rank[unassigned[np.argsort(level_of_group[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
+        rank[unassigned[np.argsort(cost_tier_of_group[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
         return rank[group_of_sample]
 
 
-def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fewest: int = 1) -> Ints:
+def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, minimum: int = 1) -> Ints:
     """Assign items to bins, the costliest item first, to the cheapest bin; return the bin of each item, -1 if none has room.
 
     The bins with the least take an item each at a time, as many of them as would have taken one each in turn: so thousands of
@@ -175,14 +175,14 @@ def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fe
         costs: ``int64[items]``.
         item_sizes: ``int64[items]``.
         loads: ``int64[bins]``, what each bin costs before.
-        size_limit: The sizes in a bin with more than ``fewest`` items.
-        fewest: Items of each bin at least; there are so many.
+        size_limit: The sizes in a bin with more than ``minimum`` items.
+        minimum: Items of each bin at least; there are so many.
     """
     loads, used_sizes, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
     bin_of, unassigned = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
     while len(unassigned):
-        needs_item = item_counts < fewest
-        num_spare = len(unassigned) - int(np.maximum(fewest - item_counts, 0).sum())  # items for bins which lack none
+        needs_item = item_counts < minimum
+        num_spare = len(unassigned) - int(np.maximum(minimum - item_counts, 0).sum())  # items for bins which lack none
         has_room = needs_item | (used_sizes <= size_limit - item_sizes[unassigned[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
@@ -191,8 +191,8 @@ def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fe
         items = unassigned[: len(bins)]
         lowest_load = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
         can_take_next = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
-        num_turns = 1 + int(np.argmin(np.append(can_take_next, False)))
-        items, bins, unassigned = items[:num_turns], bins[:num_turns], unassigned[num_turns:]
+        num_assigned = 1 + int(np.argmin(np.append(can_take_next, False)))
+        items, bins, unassigned = items[:num_assigned], bins[:num_assigned], unassigned[num_assigned:]
         fits = needs_item[bins] | (used_sizes[bins] <= size_limit - item_sizes[items])
         unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
         bin_of[items] = bins
@@ -204,7 +204,7 @@ def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fe
 
 def _fill_all(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, min_items: int = 1) -> Ints:
     """Return the bin of each item as `fill` does, with the size limit raised until all items have a bin."""
-    while (bin_of := fill_bins(costs, item_sizes, loads, size_limit, fewest=min_items)).min() < 0:
+    while (bin_of := fill_bins(costs, item_sizes, loads, size_limit, minimum=min_items)).min() < 0:
         size_limit += size_limit // 16 + 1
     return bin_of
 
@@ -215,15 +215,15 @@ def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank:
     first_items, max_items = np.cumsum(counts) - counts, int(counts.max())
     loads, used_sizes = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
     bin_of = np.empty(len(costs), dtype=np.int64)
-    for turn in range(max_items):
-        ranks = np.flatnonzero(counts > turn)
-        items = item_order[first_items[ranks] + turn]
+    for index in range(max_items):
+        ranks = np.flatnonzero(counts > index)
+        items = item_order[first_items[ranks] + index]
         is_empty = used_sizes[ranks] == 0
-        must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
+        must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - index  # each item that is left goes to an empty bin
         fits = is_empty | (used_sizes[ranks] <= (size_limit - item_sizes[items])[:, None])
         fits = np.where(must_fill_empty[:, None], is_empty, fits)
-        full_bin_load = loads.max() + 1 + used_sizes[ranks]
-        bin_index = np.argmin(np.where(fits, loads[ranks], full_bin_load), axis=1)
+        no_room_load = loads.max() + 1 + used_sizes[ranks]
+        bin_index = np.argmin(np.where(fits, loads[ranks], no_room_load), axis=1)
         bin_of[items] = bin_index
         loads[ranks, bin_index] += costs[items]
         used_sizes[ranks, bin_index] += item_sizes[items]
@@ -246,7 +246,7 @@ def _bin_costs(costs: Ints, bin_of: Ints, num_bins: int, *, pads_bins: bool) -> 
     return bin_totals * np.bincount(bin_of, minlength=num_bins)
 
 
-def _largest_in_middle(loads: Ints, group_of_bin: Ints, num_micro_batches: int) -> Ints:
+def _costliest_bins_in_middle(loads: Ints, group_of_bin: Ints, num_micro_batches: int) -> Ints:
     """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
     ascending_bins = np.lexsort((loads, group_of_bin)).reshape(-1, num_micro_batches)
     hill_order = np.concatenate([np.arange(0, num_micro_batches, 2), np.arange(1, num_micro_batches, 2)[::-1]])

@@ -106,15 +106,15 @@ class HasTexts(Ability):
 # To write in place
 
 
-class WritesRows(Ability):
+class FillsBatch(Ability):
     """A node that writes its samples into the rows of a `BatchBuffer`."""
 
     written_columns: ColumnFormats
     """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""
 
     @abstractmethod
-    def write(self, buffer: BatchBuffer, place: int) -> None:
-        """Draw the next sample into row ``place`` of a buffer of `written_columns`; an epoch ends as in `Node.next`."""
+    def write(self, buffer: BatchBuffer, row_index: int) -> None:
+        """Draw the next sample into row ``row_index`` of a buffer of `written_columns`; an epoch ends as in `Node.next`."""
 
 
 class WritesManySamples(Ability):
@@ -131,7 +131,7 @@ class WritesManySamples(Ability):
             first: The first row to write.
 
         Returns:
-            The first row that was not written, because a copy is not enough. The caller uses `WritesRows.write` for it.
+            The first row that was not written, because a copy is not enough. The caller uses `FillsBatch.write` for it.
         """
 
 
@@ -165,7 +165,7 @@ class Prefetches(Ability):
         """
 
 
-class ProvesRows(Ability):
+class VerifiesRows(Ability):
     """A node that may keep a digest of the rows that were read (`Shard.verify`)."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ class ProvesRows(Ability):
 class RereadsDocument(Ability):
     """A node that reads ahead (`READS_AHEAD`) and can read a partly drawn document again without drawing a sample."""
 
-    reveals_next: bool
+    reveals_next_token: bool
     """True if a sample of this node reveals how the next one begins: by the label of its last token."""
 
     @abstractmethod
@@ -187,7 +187,7 @@ class RereadsDocument(Ability):
 # To change between the segments of a run; see `rescale_data.nodes.changing`
 
 
-class AdoptsHistory(Ability):
+class NeedsHistory(Ability):
     """A node that needs to know which data or parameters earlier segments of a run used."""
 
     @abstractmethod
@@ -196,18 +196,18 @@ class AdoptsHistory(Ability):
 
         Args:
             history: ``(epoch, manifest)`` in order; the last one is the present manifest. Empty if there is no earlier one.
-                For a node with a form: `rescale_data.nodes.form.History`.
+                For a node with a sample format: `rescale_data.nodes.form.ParameterHistory`.
         """
 
 
-class HasForm(Ability):
-    """A node with parameters that set only the format of its samples, such as ``seq_len``; it is `AdoptsHistory`, too."""
+class HasFormat(Ability):
+    """A node with parameters that set only the format of its samples, such as ``seq_len``; it is `NeedsHistory`, too."""
 
-    FORM: frozenset[str]
+    FORMAT: frozenset[str]
     """The `Node.parameters` that may differ when a state is loaded, and hold from then on."""
 
     @abstractmethod
-    def reform(self, rows: Ints) -> None:
+    def convert_sample_format(self, rows: Ints) -> None:
         """Convert positions saved with the last sample format in the node's history; ``rows`` is a view, changed in place."""
 
 
@@ -234,15 +234,15 @@ class MayChange(Ability):
         """True if the sample that was begun at this position is on a new blocklist."""
 
     @abstractmethod
-    def is_sample_lost(self, position: View) -> bool:
+    def is_sample_untraceable(self, position: View) -> bool:
         """True if the present blocklist and sources no longer show which sample begins at this position."""
 
     @abstractmethod
-    def is_outdated(self, position: View) -> bool:
+    def is_old_position(self, position: View) -> bool:
         """True if this position was written with another blocklist, or with the weight of a source that was removed."""
 
     @abstractmethod
-    def has_pending_change(self, position: View) -> bool:
+    def is_node_change_due(self, position: View) -> bool:
         """True if a change between segments has not taken effect yet in this node's own slots of the position."""
 
 
@@ -253,11 +253,11 @@ class Mixes(Ability):
     """
 
     @abstractmethod
-    def place(self) -> list[int]:
+    def sample_id_slots(self) -> list[int]:
         """Return the slots of a position that identify the next sample, whatever sources are added or removed."""
 
     @abstractmethod
-    def borrow(self, other: Node[Any]) -> None:
+    def share_memory_with(self, other: Node[Any]) -> None:
         """Share memory with ``other``, the same node in another logical shard; the children share theirs already."""
 
     @abstractmethod
@@ -270,8 +270,8 @@ class Mixes(Ability):
         """
 
     @abstractmethod
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the earlier parameters that `AdoptsHistory.adopt` needs for windows that were partly yielded with them.
+    def earlier_parameters(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """Return the earlier parameters that `NeedsHistory.adopt` needs for windows that were partly yielded with them.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

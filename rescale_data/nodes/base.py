@@ -33,7 +33,7 @@ _ENDED_KEY = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
-_BYPASSING_METHODS = {
+_METHODS_BYPASSING = {
     "next": ("open_documents", "texts", "write", "write_many", "skip", "skip_ahead", "epoch_end"),
     "write": ("write_many",),
     "skip": ("skip_ahead",),
@@ -91,25 +91,25 @@ class Node(BaseNode[T]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for claim in ("one_for_one", "repeats_itself"):  # of a parent, about the parent's `next`
-            if getattr(cls, claim, False) and _definer_index(cls, "next") < _definer_index(cls, claim):
+        for claim in ("one_for_one", "epochs_are_equal"):  # of a parent, about the parent's `next`
+            if getattr(cls, claim, False) and _mro_index_of_definer(cls, "next") < _mro_index_of_definer(cls, claim):
                 setattr(cls, claim, False)
-        for method in [name for name in _BYPASSING_METHODS if getattr(cls, name, None) is not None]:
-            index = _definer_index(cls, method)
-            present = [name for name in _BYPASSING_METHODS[method] if getattr(cls, name, None) is not None]
-            bypasses = [name for name in present if _definer_index(cls, name) > index]
-            if bypasses:
+        for method in [name for name in _METHODS_BYPASSING if getattr(cls, name, None) is not None]:
+            index = _mro_index_of_definer(cls, method)
+            present = [name for name in _METHODS_BYPASSING[method] if getattr(cls, name, None) is not None]
+            bypassing_methods = [name for name in present if _mro_index_of_definer(cls, name) > index]
+            if bypassing_methods:
                 override = f"the {method}() of {cls.__mro__[index].__name__}" if index else f"a {method}() of its own"
-                parent = cls.__mro__[_definer_index(cls, bypasses[0])].__name__
+                parent = cls.__mro__[_mro_index_of_definer(cls, bypassing_methods[0])].__name__
                 raise TypeError(
-                    f"{cls.__name__} has {override}, and from {parent} {', '.join(f'{name}()' for name in bypasses)}, "
+                    f"{cls.__name__} has {override}, and from {parent} {', '.join(f'{name}()' for name in bypassing_methods)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
                     f"{parent} as a child. Or give it these as well."
                 )
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
-        self._is_bound = self._epoch_ended = False
+        self._is_position_bound = self._epoch_ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
         child_fields = tuple((name, child.fields) for name, child in self.children.items())
         self.fields, self._slices = join_fields(self.FIELDS, child_fields)
@@ -131,7 +131,7 @@ class Node(BaseNode[T]):
     def bind(self, position: View) -> None:
         """Continue from ``position``, int64 numbers in the order of `fields`, and keep the state in that row from now on."""
         super().reset(None)
-        self._is_bound, self._epoch_ended = True, False
+        self._is_position_bound, self._epoch_ended = True, False
         self.position = position
         self._bind_children()
         self.seek()
@@ -173,7 +173,7 @@ class Node(BaseNode[T]):
     def __next__(self) -> T:
         if self._epoch_ended:
             raise StopIteration
-        if not self._is_bound:
+        if not self._is_position_bound:
             self.bind(self.position)
         try:
             return self.next()
@@ -212,7 +212,7 @@ class Node(BaseNode[T]):
         return self._slices[child]
 
 
-def _definer_index(cls: type, name: str) -> int:
+def _mro_index_of_definer(cls: type, name: str) -> int:
     """Return the index, in the method resolution order of a class, of the first class that defines ``name``."""
     return next((index for index, base_class in enumerate(cls.__mro__) if name in vars(base_class)), len(cls.__mro__))
 
@@ -248,21 +248,21 @@ def go_to(node: Node[Any], position: View) -> None:
     node.bind(node.position)
 
 
-def is_bound(node: Node[Any]) -> bool:
+def is_position_bound(node: Node[Any]) -> bool:
     """True if a node has been bound to its position (`Node.bind`), so that it continues from there."""
-    return node._is_bound
+    return node._is_position_bound
 
 
 def bind_once(node: Node[Any]) -> None:
     """Bind a node to its position if it has not been bound yet."""
-    if not node._is_bound:
+    if not node._is_position_bound:
         node.bind(node.position)
 
 
-def unbind(node: Node[Any]) -> None:
+def drop_position(node: Node[Any]) -> None:
     """Drop the position of a node. The caller keeps it, and binds the node again before drawing from it."""
-    if node._is_bound:
-        node._is_bound = False
+    if node._is_position_bound:
+        node._is_position_bound = False
         del node.position
 
 
@@ -296,5 +296,5 @@ def as_node(node: object) -> Node[Any]:
 
 
 @as_node.register(Node)
-def _same_node(node: Node[Any]) -> Node[Any]:
+def _node_itself(node: Node[Any]) -> Node[Any]:
     return node

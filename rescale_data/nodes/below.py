@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, WritesRows
+from rescale_data.nodes.abilities import Counts, FillsBatch, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead
 from rescale_data.nodes.base import Node, bind_once, draw_and_drop, record_epoch_end, slots_of
 from rescale_data.nodes.batch_buffer import ColumnFormats
 from rescale_data.nodes.reader import Reader
@@ -123,9 +123,9 @@ def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints
 def has_equal_epochs(node: Node[Any]) -> bool:
     """True if all epochs of a node move its position by the same amount, provided that the epochs of its readers do.
 
-    A node says so by ``repeats_itself = True``; a class with a `Node.next` of its own says so anew.
+    A node says so by ``epochs_are_equal = True``; a class with a `Node.next` of its own says so anew.
     """
-    return node.one_for_one or getattr(node, "repeats_itself", False)
+    return node.one_for_one or getattr(node, "epochs_are_equal", False)
 
 
 def skip(node: Node[Any], num_samples: int) -> int:
@@ -196,7 +196,7 @@ def texts_of(node: Node[Any], column: str) -> TextReader | None:
 
 def columns_of(node: Node[Any]) -> ColumnFormats:
     """Return the columns that a node writes; empty if it writes none."""
-    return node.written_columns if isinstance(node, WritesRows) else {}
+    return node.written_columns if isinstance(node, FillsBatch) else {}
 
 
 def has_provenance(node: Node[Any]) -> bool:
@@ -209,23 +209,23 @@ def may_change(node: Node[Any]) -> frozenset[str]:
     return node.changeable if isinstance(node, MayChange) else frozenset()
 
 
-def place(node: Node[Any]) -> list[int]:
+def sample_id_slots(node: Node[Any]) -> list[int]:
     """Return the slots of a position that identify the next sample among all samples of the run.
 
     Random numbers are keyed with these slots. Their values do not depend on sources that come and go between segments.
     """
     if isinstance(node, Mixes):
-        return node.place()
+        return node.sample_id_slots()
     slots, first_slot = position_slots(node.FIELDS), slot_offsets(node.FIELDS)[-1]
     for child in node.children.values():
-        slots += [first_slot + slot for slot in place(child)]
+        slots += [first_slot + slot for slot in sample_id_slots(child)]
         first_slot += slot_offsets(child.fields)[-1]
     return slots
 
 
-def borrow(node: Node[Any], other: Node[Any]) -> None:
+def share_memory_with(node: Node[Any], other: Node[Any]) -> None:
     """Share memory with ``other``, the same node in another logical shard, for everything that is equal in both."""
     for name, child in node.children.items():
-        borrow(child, other.children[name])
+        share_memory_with(child, other.children[name])
     if isinstance(node, Mixes):
-        node.borrow(other)
+        node.share_memory_with(other)

@@ -64,8 +64,8 @@ class EmptyDrawLimit:
             return
         epochs = [new[0] - old[0] for new, old in zip(positions, self._start_positions, strict=True) if new != old]
         num_idle_sources = len(positions) - len(epochs)
-        required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle_sources else MAX_EMPTY_EPOCHS + 1
-        if num_draws >= _MAX_DRAWS if not epochs else min(epochs) > MAX_EMPTY_EPOCHS and max(epochs) >= required_epochs:
+        epochs_to_error = _MAX_EPOCHS_IF_SOME_IDLE if num_idle_sources else MAX_EMPTY_EPOCHS + 1
+        if num_draws >= _MAX_DRAWS if not epochs else min(epochs) > MAX_EMPTY_EPOCHS and max(epochs) >= epochs_to_error:
             self._raise_limit_error(num_draws)
 
     def _raise_limit_error(self, num_draws: int) -> None:

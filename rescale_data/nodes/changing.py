@@ -6,9 +6,9 @@ within a document   the document goes on as it began, and the change waits; if a
 A `Reader` and a `WeightedSampler` have values in use in their positions (`abilities.MayChange`). The functions here ask them,
 through the nodes above.
 
-A node that `READS_AHEAD` says by ``WITHIN`` what it reads again to go on: "document", which may be found again, or "window",
-whose content follows from the old blocklist. It is within one while an own slot that gives its place is not 0, and calls
-`apply_changes` when it begins one.
+A node that `READS_AHEAD` says by ``RESUME_UNIT`` what it reads again to go on: "document", which may be found again, or
+"window", whose content follows from the old blocklist. It is within one while an own slot that gives its place is not 0, and
+calls `apply_changes` when it begins one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rescale_data.nodes.base import Node, View, changing_children
 from rescale_data.state import position_slots, slot_offsets
 
 
-def reread_unit(node: Node[Any]) -> Literal["document", "window"] | None:
+def resume_unit(node: Node[Any]) -> Literal["document", "window"] | None:
     """Return "document" or "window", which a node reads again to resume within it; `None` if changes below have no effect."""
-    return getattr(node, "WITHIN", None)
+    return getattr(node, "RESUME_UNIT", None)
 
 
 def apply_changes_at(node: Node[Any], position: View) -> bool:
@@ -38,11 +38,11 @@ def apply_changes_at(node: Node[Any], position: View) -> bool:
         node.apply_changes_at(position)
     if not node.READS_AHEAD:
         return sum(apply_changes_at(child, position[slots]) for child, slots in changing_children(node)) > 0
-    if reread_unit(node) is None:
+    if resume_unit(node) is None:
         return False
     source, source_position, restarts = node.children["source"], position[slot_offsets(node.FIELDS)[-1] :], False
     if _is_begun(node, position):
-        needs_restart = is_sample_lost if reread_unit(node) == "document" else is_outdated
+        needs_restart = is_sample_untraceable if resume_unit(node) == "document" else is_old_position
         restarts = needs_restart(source, source_position)
         if not restarts:
             return False
@@ -62,7 +62,7 @@ def skip_blocked_rows(node: Node[Any], position: View) -> None:
     """Move a position of a node, which is at the beginning of a sample, past the rows on a blocklist."""
     if isinstance(node, MayChange):
         node.skip_blocked_rows(position)
-    if changing_children(node) and not (node.READS_AHEAD and (reread_unit(node) is None or _is_begun(node, position))):
+    if changing_children(node) and not (node.READS_AHEAD and (resume_unit(node) is None or _is_begun(node, position))):
         for child, slots in changing_children(node):
             skip_blocked_rows(child, position[slots])
 
@@ -71,28 +71,28 @@ def is_on_blocklist(node: Node[Any], position: View) -> bool:
     """True if the sample that was begun at a position of a node is on a new blocklist."""
     if isinstance(node, MayChange):
         return node.is_on_blocklist(position)
-    return is_on_blocklist(*_source(node, position)) if node.one_for_one else is_sample_lost(node, position)
+    return is_on_blocklist(*_source(node, position)) if node.one_for_one else is_sample_untraceable(node, position)
 
 
-def is_sample_lost(node: Node[Any], position: View) -> bool:
+def is_sample_untraceable(node: Node[Any], position: View) -> bool:
     """True if the present blocklist and sources no longer show which sample begins at a position of a node."""
     if isinstance(node, MayChange):
-        return node.is_sample_lost(position)
-    return is_sample_lost(*_source(node, position)) if node.one_for_one else is_outdated(node, position)
+        return node.is_sample_untraceable(position)
+    return is_sample_untraceable(*_source(node, position)) if node.one_for_one else is_old_position(node, position)
 
 
-def is_outdated(node: Node[Any], position: View) -> bool:
+def is_old_position(node: Node[Any], position: View) -> bool:
     """True if a position was written with another blocklist, or with the weight of a source that was removed."""
-    if isinstance(node, MayChange) and node.is_outdated(position):
+    if isinstance(node, MayChange) and node.is_old_position(position):
         return True
-    return any(is_outdated(child, position[slots]) for child, slots in changing_children(node))
+    return any(is_old_position(child, position[slots]) for child, slots in changing_children(node))
 
 
-def has_pending_change(node: Node[Any], position: View) -> bool:
+def is_node_change_due(node: Node[Any], position: View) -> bool:
     """True if a change between segments has not taken effect yet in a position of a node (`apply_changes_at`)."""
-    if isinstance(node, MayChange) and node.has_pending_change(position):
+    if isinstance(node, MayChange) and node.is_node_change_due(position):
         return True
-    return any(has_pending_change(child, position[slots]) for child, slots in changing_children(node))
+    return any(is_node_change_due(child, position[slots]) for child, slots in changing_children(node))
 
 
 def _source(node: Node[Any], position: View) -> tuple[Node[Any], View]:

@@ -48,7 +48,7 @@ class CleanDocuments(Node[dict[str, Any]]):
 
     FIELDS = (Field(("piece",), limits=COUNT_LIMITS), counter("short"))
     READS_AHEAD: ClassVar[bool] = True
-    WITHIN = "window"
+    RESUME_UNIT = "window"
 
     @checks_argument_types
     def __init__(

@@ -59,7 +59,7 @@ class ColumnDocuments:
             inner.reread = True
         self._epoch_ended, self._has_changeable_node = False, any(may_change(inner) for _, inner in node.walk())
 
-    is_costly = True
+    is_costly_to_read = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         del max_documents
@@ -108,21 +108,21 @@ class DocumentsUntilError:
 
     Args:
         documents: The documents of the node. Each costs a call of a user's function.
-        open_samples: Returns the same documents, read by drawing samples.
+        make_sample_reader: Returns a reader of the same documents, read by drawing samples.
     """
 
-    is_costly = True
+    is_costly_to_read = True
 
-    def __init__(self, documents: DocumentReader, open_samples: Callable[[], DocumentReader]) -> None:
+    def __init__(self, documents: DocumentReader, make_sample_reader: Callable[[], DocumentReader]) -> None:
         self._documents: DocumentReader = documents
-        self._open_samples: Callable[[], DocumentReader] | None = open_samples  # `None` after an error
+        self._make_sample_reader: Callable[[], DocumentReader] | None = make_sample_reader  # `None` after an error
 
     def read(self, position: View, max_documents: int) -> Spans:
-        if self._open_samples is not None:
+        if self._make_sample_reader is not None:
             try:
                 return self._documents.read(position, max_documents)
             except Exception:
-                self._documents, self._open_samples = self._open_samples(), None
+                self._documents, self._make_sample_reader = self._make_sample_reader(), None
         return self._documents.read(position, max_documents)
 
     def begin_next_epoch(self, position: View) -> None:

@@ -17,7 +17,7 @@ from rescale_data.state import Field, field_of, flatten, row_of, state_of
 
 T = TypeVar("T")
 
-_NUM_COMPARED_INDICES = 8
+_NUM_COMPARED_SAMPLER_INDICES = 8
 _UNSUPPORTED_SAMPLER = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
 _BEGUN_FIELD = Field(("begun",))
 _UNBATCHER_KEYS = {torchdata_nodes.Unbatcher.SOURCE_KEY, torchdata_nodes.Unbatcher.BATCH_IDX_KEY}
@@ -181,7 +181,7 @@ def _refuse_one_pass(node: BaseNode[Any]) -> None:
             f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
         )
     if isinstance(node, torchdata_nodes.SamplerWrapper):
-        first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED_INDICES)) for _ in range(2))
+        first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED_SAMPLER_INDICES)) for _ in range(2))
         if str(first_order) != str(second_order):
             raise TypeError(
                 f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({first_order}, then "

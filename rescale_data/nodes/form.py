@@ -1,7 +1,7 @@
 """Sample formats (such as `seq_len`) of earlier segments, saved in states so that tokens of the whole run can be counted.
 
-A packer of windows may be within a window that was packed in other forms before. One integer holds how many of its samples were
-yielded in each form: the lowest 21 bits are for the present form, the higher ones for up to two earlier forms.
+A packer of windows may be within a window that was packed in other formats before. One integer holds how many of its samples
+were yielded in each format: the lowest 21 bits are for the present format, the higher ones for up to two earlier formats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
-EARLIER_KEY = "earlier"
+EARLIER_PARAMETERS_KEY = "earlier"
 """Key in a state, next to the parameters of a node, for the earlier parameters that the node still needs."""
 _BITS_PER_COUNT = 21
 MOST = 2**_BITS_PER_COUNT - 1
@@ -21,8 +21,8 @@ MOST = 2**_BITS_PER_COUNT - 1
 WINDOW_PARAMETERS = ("seq_len", "max_documents", "limits")
 """Parameters on which the position of a packer depends within a window."""
 ParameterHistory: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
-"""``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: the sample of the run up to which a form
-held, and the tokens that all logical shards had delivered by then."""
+"""``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: the sample of the run up to which a
+format held, and the tokens that all logical shards had delivered by then."""
 
 
 BAD_STATE_MESSAGE = (
@@ -36,11 +36,11 @@ def num_tokens(history: ParameterHistory, samples_per_shard: Ints, seq_len: int)
     if not history:
         return float(samples_per_shard.sum()) * seq_len
     samples_before, sample_format = history[-1]
-    fraction = len(samples_per_shard) / sample_format["shards"]
-    return fraction * sample_format["tokens"] + (float(samples_per_shard.sum()) - fraction * samples_before) * seq_len
+    of_total = len(samples_per_shard) / sample_format["shards"]
+    return of_total * sample_format["tokens"] + (float(samples_per_shard.sum()) - of_total * samples_before) * seq_len
 
 
-class Stage(NamedTuple):
+class Format(NamedTuple):
     """A sample format in which a window was packed, and the number of samples that were yielded in this format."""
 
     seq_len: int
@@ -49,23 +49,23 @@ class Stage(NamedTuple):
     num_samples_emitted: int = 0
 
 
-def stages(emitted_counts: int, history: ParameterHistory, present_format: Stage) -> Iterator[Stage]:
-    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the ``present_format`` format."""
-    for formats_back in (2, 1):
-        num_emitted = emitted_counts >> (formats_back * _BITS_PER_COUNT) & MOST
+def formats(counts_by_format: int, history: ParameterHistory, present_format: Format) -> Iterator[Format]:
+    """Yield the earlier formats in which samples of a window were yielded, oldest first, then ``present_format``."""
+    for formats_ago in (2, 1):
+        num_emitted = counts_by_format >> (formats_ago * _BITS_PER_COUNT) & MOST
         if num_emitted:
-            if formats_back > len(history):
+            if formats_ago > len(history):
                 raise DataStateError(BAD_STATE_MESSAGE)
-            form = history[-formats_back][1]
-            yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
+            old = history[-formats_ago][1]
+            yield Format(old["seq_len"], old["max_documents"], old.get("limits", {}), num_emitted)
     yield present_format
 
 
-def begin_form(emitted_counts: Ints) -> None:
+def begin_format(counts_by_format: Ints) -> None:
     """Begin a new sample format: count the samples yielded so far under the previous one, in place."""
-    if (emitted_counts >> (2 * _BITS_PER_COUNT)).any():
+    if (counts_by_format >> (2 * _BITS_PER_COUNT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "
-            "form before until the logical shards have begun their next windows."
+            "format before until the logical shards have begun their next windows."
         )
-    emitted_counts <<= _BITS_PER_COUNT
+    counts_by_format <<= _BITS_PER_COUNT

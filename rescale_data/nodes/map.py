@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.below import num_nodes_below, place, shard_of
+from rescale_data.nodes.below import num_nodes_below, sample_id_slots, shard_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
@@ -124,11 +124,13 @@ class RandomMap(PerSample):
         self.label = label
         shard = shard_of(self, shard)
         self._random_key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))
-        self._id_slots = place(self._source)
+        self._sample_id_slots = sample_id_slots(self._source)
 
     def _extra_argument(self) -> np.random.Generator:
         position = self._source.position
-        return generator(f"random_map/{self.label}", *self._random_key, *(position[slot] for slot in self._id_slots))
+        return generator(
+            f"random_map/{self.label}", *self._random_key, *(position[slot] for slot in self._sample_id_slots)
+        )
 
     def parameters(self) -> dict[str, Any]:
         return {"label": self.label, **self._fn_identity}

@@ -15,7 +15,7 @@ from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
 from rescale_data.nodes.reading.documents import DocumentReader, TextReader
-from rescale_data.nodes.reading.epochs import EpochView
+from rescale_data.nodes.reading.epochs import DataVersion
 from rescale_data.nodes.reading.fetching import ChunkFetcher, FragmentPrefetcher
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.proof import RowDigestChecker
@@ -85,9 +85,9 @@ class Reader(Node[Any]):
     )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """Additional field if `Shard.verify` is set: the digest of the rows read."""
-    LISTED: ClassVar[tuple[Field, ...]] = (counter("blocked"), Field(("list",), counts=True))
+    BLOCKED: ClassVar[tuple[Field, ...]] = (counter("blocked"), Field(("list",), counts=True))
     """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
-    repeats_itself = True
+    epochs_are_equal = True
     changeable: frozenset[str] = frozenset()
     provenance = False
 
@@ -96,7 +96,7 @@ class Reader(Node[Any]):
     _prefetcher: FragmentPrefetcher | None = None
     _row_checker: RowDigestChecker | None = None
     blocklist: Blocklist | None = None
-    epoch_views: list[EpochView] | None = None
+    versions: list[DataVersion] | None = None
     _on_evict: Callable[[], None] | None = None
 
     @checks_argument_types
@@ -117,7 +117,7 @@ class Reader(Node[Any]):
         if exclude is not None:
             self.blocklist = blocklist_of(self.source, exclude, shard.index)
             self.changeable = _CHANGEABLE_ARGUMENTS
-        self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
+        self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.BLOCKED)
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
         self._error_handler = error_handler(self, on_error, "while reading", self.source.faults)
@@ -135,7 +135,7 @@ class Reader(Node[Any]):
         """The highest epoch that has been read."""
         self._used_column: str | None = None  # the only column that is used, however the rows are read
         self._document_column: str | None = None  # the column that is read without its rows
-        self._is_epoch_over = self._cuts_fragments = False
+        self._is_epoch_over = self._caches_pieces = False
         self._drawn_row = -1
         self._share: ShardRowRanges | None = None
         source = self.source
@@ -163,7 +163,7 @@ class Reader(Node[Any]):
             and self._arguments == other._arguments
             and type(self.shuffle) is type(other.shuffle)
             and self.source is other.source
-            and self.epoch_views is other.epoch_views
+            and self.versions is other.versions
             and self._chunk_fetcher is None
             and self.blocklist is None  # each shard passes other rows
             and replace(other.shard, index=self.shard.index) == self.shard
@@ -172,7 +172,7 @@ class Reader(Node[Any]):
     def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
         """Return a reader of another shard with the same arguments; it calls ``on_evict`` when the cache evicts its order."""
         reader = Reader(self.source, shard, **self._arguments)
-        reader.epoch_views, reader._reader_number, reader._on_evict = self.epoch_views, self._reader_number, on_evict
+        reader.versions, reader._reader_number, reader._on_evict = self.versions, self._reader_number, on_evict
         return reader
 
     @property
@@ -193,7 +193,7 @@ class Reader(Node[Any]):
         self._is_epoch_over = False
         if not self.by_global_batch:
             num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
-            self._cuts_fragments = self.source.cuts_pay(num_shards, packed=self._document_column is not None)
+            self._caches_pieces = self.source.should_cache_pieces(num_shards, packed=self._document_column is not None)
 
     def next(self) -> Any:
         position = self.position
@@ -279,13 +279,13 @@ class Reader(Node[Any]):
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
-    def begin_unblocked_epoch(self, position: View) -> None:
+    def begin_epoch_at_unblocked_row(self, position: View) -> None:
         """Move a position whose epoch has only blocked rows left to the first row of the next epoch that is not blocked."""
         self.to_next_row(position)
         self.begin_next_epoch(position)
         self.skip_blocked_rows(position)
 
-    def advances_by_one(self, epoch: int) -> bool:
+    def row_advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
         return self._only_row_advances and not self.rows.continues_round(epoch)
 
@@ -342,17 +342,17 @@ class Reader(Node[Any]):
 
     def is_on_blocklist(self, position: View) -> bool:
         is_in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
-        return self.is_outdated(position) and is_in_epoch and self._num_blocked(position) > 0
+        return self.is_old_position(position) and is_in_epoch and self._num_blocked(position) > 0
 
-    def is_sample_lost(self, position: View) -> bool:
+    def is_sample_untraceable(self, position: View) -> bool:
         """True if only the old blocklist can identify the row that was begun, because unreadable rows are skipped as well."""
-        return self._error_handler.skips and self.is_outdated(position)
+        return self._error_handler.skips and self.is_old_position(position)
 
-    def is_outdated(self, position: View) -> bool:
+    def is_old_position(self, position: View) -> bool:
         return self.blocklist is not None and position[_LIST_DIGEST_SLOT] != self.blocklist.digest
 
-    def has_pending_change(self, position: View) -> bool:
-        return self.is_outdated(position)
+    def is_node_change_due(self, position: View) -> bool:
+        return self.is_old_position(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
@@ -365,16 +365,16 @@ class Reader(Node[Any]):
             self._row_checker.check(self.position[0], self.position[1], self.position[3])
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        source, epoch_views = self.source, None
+        source, versions = self.source, None
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             fragment_lengths = np.diff(source.fragments)
             subsets = [source.subset(manifest) for _, manifest in history]
-            epoch_views = [
-                EpochView(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
+            versions = [
+                DataVersion(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
-        if epoch_views is not self.epoch_views:
-            self.epoch_views = epoch_views
+        if versions is not self.versions:
+            self.versions = versions
             self.drop_order()
             self.farthest_epoch, self._reader_number = 0, next(reader_numbers)
 
@@ -401,11 +401,11 @@ class Reader(Node[Any]):
         if self._prefetcher is None:
             return
         self.seek()
-        if not self._cuts_fragments and not self._prefetcher.num_windows:
+        if not self._caches_pieces and not self._prefetcher.num_windows:
             return
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
             if row < self.rows.order(epoch, shard).num_shard_rows:
-                share = self.rows.share(epoch, shard) if self._cuts_fragments else None
+                share = self.rows.share(epoch, shard) if self._caches_pieces else None
                 self._prefetcher.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
 
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
@@ -414,7 +414,7 @@ class Reader(Node[Any]):
 
     def share(self, epoch: int) -> ShardRowRanges | None:
         """Return the pieces of fragments that this shard reads in an epoch; `None` if it reads whole fragments."""
-        if not self._cuts_fragments:
+        if not self._caches_pieces:
             return None
         if self._share is None or self._share.epoch != epoch:
             self._share = self.rows.share(epoch)
@@ -468,15 +468,15 @@ class Reader(Node[Any]):
 
     def _fetch_ahead(self, fetching: FragmentPrefetcher, epoch: int, row: int) -> None:
         """Start to fetch the fragments that the windows after the window of ``row`` need."""
-        for _ in range(1 if self._cuts_fragments else fetching.num_windows - 1):
+        for _ in range(1 if self._caches_pieces else fetching.num_windows - 1):
             epoch, row = self.rows.next_window(epoch, row)
-            share = self.rows.share(epoch) if self._cuts_fragments else None
+            share = self.rows.share(epoch) if self._caches_pieces else None
             fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
 
     def _read_sample(self, plan: WindowPlan, index_in_plan: int) -> Any:
         if self._chunk_fetcher is not None:
             return self._chunk_fetcher.take(plan, index_in_plan)
-        share = self.share(plan.epoch) if self._cuts_fragments else None
+        share = self.share(plan.epoch) if self._caches_pieces else None
         return self.source.row(self._drawn_row) if share is None else self.source.row_of(self._drawn_row, share)
 
     def _end_epoch(self) -> None:

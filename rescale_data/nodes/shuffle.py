@@ -8,23 +8,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.nodes.abilities import WritesRows
+from rescale_data.nodes.abilities import FillsBatch
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, count_until_end, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
-from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
-from rescale_data.nodes.changing import apply_changes, has_pending_change
+from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, sample_id_slots, shard_of, skip
+from rescale_data.nodes.changing import apply_changes, is_node_change_due
 from rescale_data.nodes.form import BAD_STATE_MESSAGE
 from rescale_data.nodes.room import CacheCheck
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_id
+from rescale_data.sources.decoded.cache import CostlyValue, cache, owner_id
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 _EMITTED_SLOT = 0
 
 
-class Window(DerivedValue):
+class Window(CostlyValue):
     """Samples that are permuted together; each is kept until it is yielded.
 
     Args:
@@ -72,8 +72,8 @@ class Shuffle(Node[Any]):
 
     FIELDS = (Field(("emitted",), limits=COUNT_LIMITS),)
     READS_AHEAD: ClassVar[bool] = True
-    repeats_itself = True
-    WITHIN = "window"
+    epochs_are_equal = True
+    RESUME_UNIT = "window"
     written_columns: ColumnFormats = MappingProxyType({})
 
     @checks_argument_types
@@ -86,7 +86,7 @@ class Shuffle(Node[Any]):
         self.written_columns = columns_of(self._source)
         shard = shard_of(self, shard)
         self._shard_index, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
-        self._order_key_slots = place(self._source)
+        self._sample_id_slots = sample_id_slots(self._source)
         self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._cache_key, self._cache_room_warner = (owner_id(self), "window"), CacheCheck(self, "window", window)
         self._is_unpermuted, self._location = True, ""
@@ -100,10 +100,10 @@ class Shuffle(Node[Any]):
     def next(self) -> Any:
         return written_sample(self) if self.written_columns else self._draw_sample()
 
-    def write(self, buffer: BatchBuffer, place: int) -> None:
+    def write(self, buffer: BatchBuffer, row_index: int) -> None:
         sample: BatchBuffer = self._draw_sample()
         for name, array in sample.arrays.items():
-            buffer.arrays[name][place] = array[0]
+            buffer.arrays[name][row_index] = array[0]
         for name, [value] in sample.list_columns.items():
             buffer.add(name, value)
 
@@ -119,9 +119,9 @@ class Shuffle(Node[Any]):
         while num_left:
             is_between = not (self.position[_EMITTED_SLOT] or self._is_epoch_over)
             num_windows = min(num_left, self._num_samples_left()) // self.window if is_between else 0
-            if num_windows and not self._is_change_pending():
+            if num_windows and not self._is_node_change_due():
                 apply_changes(self)
-                self._seek_source(unpermuted=False)
+                self._seek_source_to_window(unpermuted=False)
                 num_left -= skip(self._source, num_windows * self.window)
                 self._bookmark[:] = self._source.position
                 self._is_window_cached = False
@@ -171,9 +171,9 @@ class Shuffle(Node[Any]):
         if self._is_epoch_over:
             raise StopIteration
         apply_changes(self)
-        unpermuted = self._is_change_pending()
-        key_values = [self._bookmark[slot] for slot in self._order_key_slots]
-        self._seek_source(unpermuted=unpermuted)
+        unpermuted = self._is_node_change_due()
+        key_values = [self._bookmark[slot] for slot in self._sample_id_slots]
+        self._seek_source_to_window(unpermuted=unpermuted)
         samples: list[Any] = []
         locations: list[str] = []
         position = copy_of(self._bookmark)
@@ -191,7 +191,7 @@ class Shuffle(Node[Any]):
         return Window(samples, locations, permutation(len(samples), "shuffle", *self._order_key, *key_values), position)
 
     def _draw_from_source(self) -> Any:
-        if not (self.written_columns and isinstance(self._source, WritesRows)):
+        if not (self.written_columns and isinstance(self._source, FillsBatch)):
             return next(self._source)
         buffer = BatchBuffer(self.written_columns, 1)
         self._source.write(buffer, 0)
@@ -204,11 +204,11 @@ class Shuffle(Node[Any]):
 
     # Weights that change below
 
-    def _is_change_pending(self) -> bool:
+    def _is_node_change_due(self) -> bool:
         """True if samples pass unpermuted for now, because a node below must finish a document before a change applies."""
-        return not (self.reread or self.position[_EMITTED_SLOT]) and has_pending_change(self._source, self._bookmark)
+        return not (self.reread or self.position[_EMITTED_SLOT]) and is_node_change_due(self._source, self._bookmark)
 
-    def _seek_source(self, *, unpermuted: bool) -> None:
+    def _seek_source_to_window(self, *, unpermuted: bool) -> None:
         """Move the source to the window's beginning, unless it is there; ``unpermuted`` is as in `_set_unpermuted`."""
         if unpermuted != self._is_unpermuted or not self._is_source_bound or self._source.position != self._bookmark:
             self._set_unpermuted(unpermuted)

@@ -24,7 +24,7 @@ from rescale_data.nodes.function import require_function
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.room import CacheCheck
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
-from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_id
+from rescale_data.sources.decoded.cache import CostlyValue, cache, owner_id
 from rescale_data.state import Ints, copy_of, counter
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
@@ -43,11 +43,11 @@ _FINGERPRINT_TEXTS = [
 
 class _Sentinel(Enum):
     FAILED = 1
-    END = 2
+    END_OF_EPOCH = 2
 
 
 @dataclass(frozen=True)
-class TokenBatch(DerivedValue):
+class TokenBatch(CostlyValue):
     """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
 
     Args:
@@ -98,8 +98,8 @@ class Tokenize(Node[dict[str, Any]]):
 
     FIELDS = (counter("skipped"),)
     READS_AHEAD: ClassVar[bool] = True
-    WITHIN = "document"  # and never is: it has no own slot that says where it stands
-    repeats_itself = True
+    RESUME_UNIT = "document"  # and never is: it has no own slot that says where it stands
+    epochs_are_equal = True
 
     @checks_argument_types
     def __init__(
@@ -132,7 +132,7 @@ class Tokenize(Node[dict[str, Any]]):
         while not self._is_epoch_over:
             sample, next_position = self._next_entry()
             self._bookmark[:] = next_position
-            if sample is _Sentinel.END:
+            if sample is _Sentinel.END_OF_EPOCH:
                 self._is_epoch_over = True
             elif sample is _Sentinel.FAILED:
                 self.position[0] += 1
@@ -226,7 +226,7 @@ class Tokenize(Node[dict[str, Any]]):
         if len(tokens) < len(samples):  # the next sample raises an error, in its turn
             del samples[len(tokens) :], next_positions[len(tokens) :]
         tokenized = [self._with_tokens(*pair) for pair in zip(samples, tokens, strict=True)]
-        entries = list(zip([*tokenized, _Sentinel.END], next_positions, strict=False))
+        entries = list(zip([*tokenized, _Sentinel.END_OF_EPOCH], next_positions, strict=False))
         return TokenBatch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
     def _tokenize(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:

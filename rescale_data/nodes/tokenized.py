@@ -35,7 +35,7 @@ class TokenizedDocuments:
         self._num_next_texts = NUM_FIRST_TEXTS
         self._next_position: View | None = None  # the position behind the texts that were read last
 
-    is_costly = True
+    is_costly_to_read = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         if self._next_position != position:
@@ -61,7 +61,7 @@ class TokenizedDocuments:
 class TokenizedSamples:
     """Reads the documents of a `Tokenize` node over any samples: several at a time, where `ColumnDocuments` reads one."""
 
-    is_costly = True
+    is_costly_to_read = True
 
     def __init__(self, node: Tokenize) -> None:
         self._node, self._epoch_ended = node, False

@@ -14,7 +14,7 @@ import pyarrow as pa
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import open_files, owner_id
-from rescale_data.sources.decoded.columns import Place
+from rescale_data.sources.decoded.columns import ListBytes
 from rescale_data.sources.file_source import OpenFile
 from rescale_data.sources.files.paths import Files, Paths, read_if_exists
 from rescale_data.sources.files.ranges import ArrowBuffer
@@ -101,13 +101,13 @@ class ArrowSource(TableSource):
             return super()._load_tokens(column, fragment)
         open_file: OpenFile = self._file_handle(file)
         # Places of token columns in fragments, as long as the file is open; `None` if pyarrow must read the column
-        places: dict[tuple[str, int], Place | None] = open_file.kept
+        places: dict[tuple[str, int], ListBytes | None] = open_file.kept
         data = self._bytes_in_file(fragment)
         if (column, fragment) not in places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             names = self._file_schema(file).names
             columns = names if len({*names}) == len(names) else [column]
-            places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
+            places[column, fragment] = ListBytes.find(self._decode(fragment, columns).column(column), data)
         if (place := places[column, fragment]) is None:
             return super()._load_tokens(column, fragment)
         tokens = place.tokens(data)
@@ -130,7 +130,7 @@ class ArrowSource(TableSource):
             _as_bytes(column).validate(full=True)
         return table
 
-    def _free_with_holder(self, decoded: object, fragment: int) -> None:
+    def _release_pages_with(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
             return  # the fetched bytes are a copy, freed with the decoded columns
         open_file: OpenFile = self._file_handle(self._index.file_of(fragment))

@@ -44,7 +44,7 @@ class ReadCounters:
             self.values = target_array
 
     @contextmanager
-    def reading(self, file: str) -> Generator[None]:
+    def timed_read(self, file: str) -> Generator[None]:
         """Context manager: store the name of the file that a batch waits for, and add the elapsed time to READ_SECONDS.
 
         Threads that read ahead do neither, nor does a context inside of another one.

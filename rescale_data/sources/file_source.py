@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.ahead import fetch_runner
-from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, cache_share, open_files, owner_id
+from rescale_data.sources.decoded.cache import CostlyValue, Sized, cache, cache_share, open_files, owner_id
 from rescale_data.sources.decoded.interest import num_sources_and_shards
 from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
 from rescale_data.sources.fragmented import FragmentedSource
@@ -51,7 +51,7 @@ class FetchedBytes:
 
 
 @dataclass(frozen=True)
-class FileIndex(FetchedBytes, DerivedValue):
+class FileIndex(FetchedBytes, CostlyValue):
     """The bytes of a file's footer or index, which the cache keeps longer than fragments."""
 
 
@@ -160,7 +160,7 @@ class FileSource(FragmentedSource):
     def _record_file_reading(self, fragment: int) -> Generator[None]:
         """Name the file that this thread waits for, in counters and in errors."""
         file = self._index.file_of(fragment)
-        with read_counters().reading(self._files.path(file)), self._name_file_in_errors(file):
+        with read_counters().timed_read(self._files.path(file)), self._name_file_in_errors(file):
             yield
 
     def _get_or_make(self, cache_key: tuple[Any, ...], make_value: Callable[[], V]) -> V:
@@ -186,7 +186,7 @@ class FileSource(FragmentedSource):
     def _cache_key(self, fragment: int, column: str | None = None, share: RowRanges | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
         column_key = () if column is None else (column,)
-        return (owner_id(self), fragment, *column_key, *(() if share is None else ("piece", share.share_key)))
+        return (owner_id(self), fragment, *column_key, *(() if share is None else ("piece", share.shard_key)))
 
     def _file_handle(self, file: int) -> Any:
         return open_files().get_or_make((owner_id(self), file), lambda: self._open(file))

@@ -148,30 +148,30 @@ class FragmentedSource(FiledSource):
     def manifest(self) -> Mapping[str, Any]:
         """Return a manifest with the list of files, or with ``index_dir=`` digests of folders, since the index has the list."""
         files = manifest_entries(self._files, self._index)
-        full_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
-        return full_manifest if self._index_dir is None else short_manifest(full_manifest)
+        file_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
+        return file_manifest if self._index_dir is None else short_manifest(file_manifest)
 
-    def full_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def file_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
-        manifests = ({**other_fields, FILES: files} for files in self._known_file_lists())
-        return next((full_manifest for full_manifest in manifests if short_manifest(full_manifest) == manifest), None)
+        manifests = ({**other_fields, FILES: files} for files in self._current_and_indexed_file_lists())
+        return next((file_manifest for file_manifest in manifests if short_manifest(file_manifest) == manifest), None)
 
-    def _known_file_lists(self) -> Iterator[list[list[Any]]]:
+    def _current_and_indexed_file_lists(self) -> Iterator[list[list[Any]]]:
         """Yield lists of files, as in manifests: the current one, then that of each index in ``index_dir``, newest first."""
         yield manifest_entries(self._files, self._index)
         for bundle in () if self._index_dir is None else self._folder.index_bundles():
             yield manifest_entries(listed_files(bundle, self._files), Fragments.load(bundle))
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        full_manifest = self.full_manifest(manifest)
-        if full_manifest is None:
+        file_manifest = self.file_manifest(manifest)
+        if file_manifest is None:
             raise DataStateError(
                 f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
                 f"those is no longer in index_dir={self._index_dir!r}: bring it back."
             )
-        listed_names = {name for name, *_ in full_manifest[FILES]}
+        listed_names = {name for name, *_ in file_manifest[FILES]}
         is_listed = np.array([name in listed_names for name in self._files.names])
         return np.flatnonzero(np.repeat(is_listed, np.diff(self._index.files)))
 

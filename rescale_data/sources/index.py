@@ -38,8 +38,8 @@ ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 INDEX_FORMAT_VERSION = 5
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
-_PROBES, _PARTS = "probes", "parts"
-FORMAT_PREFIX = "own."
+_FILE_DIGESTS_ARRAY, _PARTS_ARRAY = "probes", "parts"
+ARRAY_PREFIX = "own."
 """Prefix of the names of `Footer.arrays`, in a part of an index that describes one file."""
 _MAX_SHOWN_NAMES = 5
 _log = logging.getLogger("rescale_data")
@@ -97,8 +97,8 @@ class IndexFolder:
         about = bundle.json_metadata.get("about")
         if about != json.loads(json.dumps(self.identity)):
             return f"an index of {about}, not of {self.identity}"
-        is_own_name = bundle.json_metadata.get("listing", "") in os.path.basename(bundle.path)
-        return "" if is_own_name else "an index of other files, under a name that is not its own"
+        has_own_name = bundle.json_metadata.get("listing", "") in os.path.basename(bundle.path)
+        return "" if has_own_name else "an index of other files, under a name that is not its own"
 
     def part_path(self, files: Files) -> str:
         """Return the path of the part of an index that describes these files."""
@@ -106,7 +106,7 @@ class IndexFolder:
 
     def part_of_file(self, index: Bundle, file: int) -> str:
         """Return the path of the part from which an index took the fragments of a file."""
-        return self._path(Strings(index, _PARTS)[file], _PART_SUFFIX)
+        return self._path(Strings(index, _PARTS_ARRAY)[file], _PART_SUFFIX)
 
     def _path(self, listing: str, suffix: str) -> str:
         return os.path.join(self.folder, f"{digest(self.identity)}-{listing}{suffix}")
@@ -144,7 +144,7 @@ class IndexFolder:
             if self._why_unusable(bundle):
                 continue
             earlier_files, index = listed_files(bundle, files), Fragments.load(bundle)
-            parts, digests = Strings(bundle, _PARTS), Strings(bundle, _PROBES)
+            parts, digests = Strings(bundle, _PARTS_ARRAY), Strings(bundle, _FILE_DIGESTS_ARRAY)
             ids = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.json_metadata["given"] == self.paths_digest:
                 warns_of_missing = False
@@ -167,11 +167,11 @@ class IndexFolder:
 
     def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
         fragments = join_footers([footers[name][0] for name in files.names])
-        parts = string_arrays(_PARTS, [footers[name][1] for name in files.names])
+        parts = string_arrays(_PARTS_ARRAY, [footers[name][1] for name in files.names])
         facts: dict[str, Any] = {"about": self.identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
         with ThreadPoolExecutor(_OPENING_THREADS) as pool:
-            digests = string_arrays(_PROBES, list(pool.map(files.probe_digest, range(len(files.names)))))
+            digests = string_arrays(_FILE_DIGESTS_ARRAY, list(pool.map(files.probe_digest, range(len(files.names)))))
         sizes = np.array(files.sizes, dtype=np.int64)
         listing = {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
         write_bundle(path, facts, {**fragments.to_arrays(), **listing, **digests, **parts})
@@ -190,7 +190,7 @@ def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, 
     def write(temporary_path: str) -> None:
         footers = read_footers(files)
         fragments = join_footers(footers)
-        format_arrays = {FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
+        format_arrays = {ARRAY_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
         write_bundle(temporary_path, {"kinds": list(fragments.kinds)}, {**fragments.to_arrays(), **format_arrays})
 
     return open_or_create(index_part, Bundle, write, wait=wait)

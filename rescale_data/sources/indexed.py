@@ -22,7 +22,7 @@ from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
-from rescale_data.sources.index import FORMAT_PREFIX, make_part
+from rescale_data.sources.index import ARRAY_PREFIX, make_part
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -85,7 +85,7 @@ class IndexedSource(FileSource):
 
     def _array(self, file: int, name: str) -> npt.NDArray[Any]:
         """Return an array that was stored when a file was scanned, such as ``starts``, the bytes at which its rows begin."""
-        return self._file_handle(file).kept.array(FORMAT_PREFIX + name)
+        return self._file_handle(file).kept.array(ARRAY_PREFIX + name)
 
     def _rows_in_file(self, fragment: int) -> tuple[int, slice]:
         """Return the file of a fragment, and the slice of that file's rows."""

@@ -52,7 +52,7 @@ class BadRow(ValueError):
 class RowRange(NamedTuple):
     """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `RowRanges`."""
 
-    share_key: Hashable
+    shard_key: Hashable
     start: int
     stop: int
 
@@ -61,7 +61,7 @@ class RowRanges(Protocol):
     """The pieces of fragments that one logical shard reads in one epoch."""
 
     @property
-    def share_key(self) -> Hashable: ...
+    def shard_key(self) -> Hashable: ...
 
     def served_row_ranges(self, fragment: int) -> Sequence[RowRange]:
         """Return the row ranges of a fragment that all shards of this process read, this shard included."""
@@ -166,7 +166,7 @@ class Source(BaseSource):
             share: Fetch the piece of this share; `None` for the whole fragment.
         """
 
-    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
+    def should_cache_pieces(self, num_shards: int, *, packed: bool) -> bool:
         """True if the cache should keep the pieces of fragments that each logical shard reads, in place of whole fragments.
 
         Args:
@@ -178,7 +178,7 @@ class Source(BaseSource):
     def row_of(self, index: int, share: RowRanges) -> Any:
         """Return the same row as `row` does, read from the piece of the fragment that one logical shard keeps.
 
-        Called only if `cuts_pay`.
+        Called only if `should_cache_pieces`.
         """
         return self.row(index)
 
@@ -237,7 +237,7 @@ class TokenSource(Source):
         """Return a token column of fragment number ``fragment``; the caller must not change its arrays."""
 
     def tokens_of(self, column: str, fragment: int, share: RowRanges) -> Tokens:
-        """Return the tokens in the piece of a fragment that one logical shard reads. Called only if `cuts_pay`."""
+        """Return the tokens in the piece of a fragment that one logical shard reads. Called only if `should_cache_pieces`."""
         return self.tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
@@ -251,14 +251,14 @@ class FiledSource(Source):
     """Source that reads files, to which more files may be added in the course of a run.
 
     Its manifest describes the files under ``"files": [[name, ...], ...]`` and nowhere else. A folded manifest describes folders
-    instead, see `full_manifest`.
+    instead, see `file_manifest`.
     """
 
     @abstractmethod
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         """Return ``int64[G]``, the fragments of the files that a manifest lists, as far as the source still has them."""
 
-    def full_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def file_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a manifest with its list of files; `None` if it holds digests of folders instead, and the list is lost."""
         return manifest
 

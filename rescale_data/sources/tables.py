@@ -57,7 +57,7 @@ class TableSource(FileSource, TokenSource):
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         """Return some columns of a fragment, decoded, as a table."""
 
-    def _free_with_holder(self, decoded: object, fragment: int) -> None:
+    def _release_pages_with(self, decoded: object, fragment: int) -> None:
         """Free the mapped memory of a fragment when ``decoded``, an object made from it, is garbage-collected."""
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
@@ -89,7 +89,7 @@ class TableSource(FileSource, TokenSource):
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         tokens = token_lists(self._decode(fragment, [column]).column(column))
-        self._free_with_holder(tokens, fragment)
+        self._release_pages_with(tokens, fragment)
         return tokens.with_narrow_dtype() if self.decoding_costs else tokens
 
     def _fill_cache(self, column: str | None, fragment: int, share: RowRanges | None) -> None:
@@ -105,7 +105,7 @@ class TableSource(FileSource, TokenSource):
         """True if reading a fragment again means decoding or fetching it again, not only touching memory-mapped pages."""
         return True
 
-    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
+    def should_cache_pieces(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
         needed_bytes, room_bytes = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, cache_share(self)
@@ -155,19 +155,19 @@ class TableSource(FileSource, TokenSource):
         table = self._decode(fragment, self._schema.names if column is None else [column])
         read_counters().add(READ_BYTES, table.nbytes)
         cache().register(self)
-        own_piece: FragmentPiece | None = None
+        requested_piece: FragmentPiece | None = None
         base_key, store = self._cache_key(fragment, column), self._local_store(fragment)
         for row_range in share.served_row_ranges(fragment):
-            key = (*base_key, "piece", row_range.share_key)
+            key = (*base_key, "piece", row_range.shard_key)
             piece = FragmentPiece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start)
-            own_piece = piece if row_range.share_key == share.share_key else own_piece
+            requested_piece = piece if row_range.shard_key == share.shard_key else requested_piece
             if store is not None:
                 store.put(self._piece_name(fragment, column, row_range), piece.stream_bytes)
             if cache().get(key) is None:
                 cache().put(key, piece)
-        if own_piece is None:
-            raise RuntimeError(f"{share.share_key} reads no row of fragment {fragment}")
-        return own_piece
+        if requested_piece is None:
+            raise RuntimeError(f"{share.shard_key} reads no row of fragment {fragment}")
+        return requested_piece
 
     def _local_store(self, fragment: int) -> LocalStore | None:
         """Return the local store for pieces of a fragment; `None` if there is none, or if nothing shows changes of the file."""
@@ -227,14 +227,14 @@ class TableSource(FileSource, TokenSource):
 
     def _load(self, fragment: int) -> Fragment:
         decoded = Fragment(self._decode(fragment, self._schema.names))
-        self._free_with_holder(decoded, fragment)
+        self._release_pages_with(decoded, fragment)
         return decoded
 
     def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         table, chosen = self._table(fragment, columns), self._index.chosen_of(fragment)
         if chosen is None:
             return table
-        self._free_with_holder(table, fragment)
+        self._release_pages_with(table, fragment)
         try:
             return table.take(pa.array(chosen))
         except pa.ArrowNotImplementedError:  # of a type such as string_view

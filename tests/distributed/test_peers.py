@@ -178,7 +178,7 @@ def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_: 
     batches = iter(training)
     next(batches)
     if me == 0:
-        peers, parts = training._shared, list[Any]()  # type: ignore[union-attr]
+        peers, parts = training._peer_calls, list[Any]()  # type: ignore[union-attr]
         send = peers._broadcast
 
         def cut(*part: Any) -> None:

@@ -24,7 +24,7 @@ from rescale_data.engine.feed import BatchFeed, FunctionFeed, InThreadFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import NoSamplesLeft
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.engine.threads import WaitableFlag
 from rescale_data.state import Ints
 from tests.test_interrupt import CtrlC
@@ -105,7 +105,7 @@ class WaitsForOthers(BatchFeed):
     def __init__(self) -> None:
         self.begun, self.stopped = WaitableFlag(), WaitableFlag()
 
-    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+    def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         self.stopped = WaitableFlag()
 
     def next(self) -> MicroBatch:
@@ -119,7 +119,7 @@ class WaitsForOthers(BatchFeed):
 
 def test_a_thread_ahead_that_waits_for_other_ranks_is_stopped_at_once() -> None:
     loader = rd.DataLoader(list(range(8)), global_batch_size=2, balance=rd.Balance(cost=lambda row: row, over="rank"))
-    segment, below = Segment(loader._stream.layout, 0, None), WaitsForOthers()
+    segment, below = EpochSegment(loader._stream.layout, 0, None), WaitsForOthers()
     ahead = InThreadFeed(FunctionFeed(below, list), 1)
     ahead.begin(segment, loader._stream.table, 0)
     below.begun.wait()

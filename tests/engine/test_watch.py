@@ -16,7 +16,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.engine import reading, workers
 from rescale_data.engine.report import COUNTER_NAMES, report_over_ranks
-from rescale_data.engine.watch import Watch
+from rescale_data.engine.watch import Watchdog
 from rescale_data.sources.counts import read_counters
 
 
@@ -219,7 +219,7 @@ def test_a_watch_that_ctrl_c_kept_from_starting_can_be_stopped_and_started(monke
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
 
-    watch = Watch(1.0, lambda *_: None)
+    watch = Watchdog(1.0, lambda *_: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -30,7 +30,7 @@ from torchdata.nodes import Mapper
 import rescale_data as rd
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, Inbox, PackedValue, Slabs
 from rescale_data.engine.processes import WorkerRun
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import EpochSegment
 from rescale_data.engine.watch import frames, waits_for_batches
 from rescale_data.engine.workers import BeginCommand
 from tests.corpus import Hooked, unreadable
@@ -97,7 +97,7 @@ def test_workers_alone_read_rows_also_to_find_the_end_of_an_epoch(k: int) -> Non
 
 def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
     """However much there is to say: else the sender of one side waits for the other, which waits for it."""
-    segment = Segment(loader_of()._stream.layout, 0, None)
+    segment = EpochSegment(loader_of()._stream.layout, 0, None)
     begin = BeginCommand(2**40, segment, 2**40, 3, np.zeros((24, 20_000), dtype=np.int64))
     message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
     assert len(ForkingPickler.dumps(WorkerRun(begin, 2).packed_command)) < 4096

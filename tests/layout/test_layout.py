@@ -50,7 +50,7 @@ def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
 
 def assert_visits(batch_shards: BatchShards, shards: list[int]) -> None:
     visited = np.zeros(512, np.int64)  # more than any N here
-    visited[batch_shards.index] += batch_shards.shard_counts
+    visited[batch_shards.index] += batch_shards.shard_samples
     assert (visited == np.bincount(np.array(shards, np.int64), minlength=512)).all()
 
 
@@ -184,7 +184,7 @@ def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout
 
 
 class TestCounts:
-    """`delivered` and `main_phase_end` are closed forms of what happens when the turns are taken one by one."""
+    """`delivered` and `epoch_remainder_start` are closed forms of what happens when the turns are taken one by one."""
 
     @given(layouts(), st.data())
     def test_delivered(self, layout: Layout, data: st.DataObject) -> None:
@@ -205,7 +205,7 @@ class TestCounts:
         first = data.draw(st.integers(0, 2 * layout.batch_period), "first")
         samples = data.draw(samples_of(layout), "samples")
         left = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(samples), max_size=len(samples)), "left"))
-        stop = layout.main_phase_end(samples, left, first)
+        stop = layout.epoch_remainder_start(samples, left, first)
         turns, served = turns_of(layout, samples), np.zeros_like(left)
         last_whole = first // a * a
         for u in itertools.count(first):

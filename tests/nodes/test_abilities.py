@@ -61,7 +61,7 @@ class Log(Plain):
 
     def write(self, text: str) -> None: ...
     def reread_document(self) -> None: ...
-    def reform(self, rows: Any) -> None: ...
+    def convert_sample_format(self, rows: Any) -> None: ...
 
     skip = 3
 
@@ -105,9 +105,9 @@ def test_a_subclass_gives_samples_without_many_at_once() -> None:
     class Shifted(rd.TokenPacker):
         write_many = None  # type: ignore[assignment]
 
-        def write(self, buffer: Any, place: int) -> None:
-            super().write(buffer, place)
-            buffer.row("tokens", place)[:] += 1000
+        def write(self, buffer: Any, sample_id_slots: int) -> None:
+            super().write(buffer, sample_id_slots)
+            buffer.row("tokens", sample_id_slots)[:] += 1000
 
     source = rd.SyntheticSource(256, length=(5, 20), vocab_size=100)
     loader = rd.DataLoader(
@@ -206,14 +206,14 @@ def test_epochs_of_a_subclass_with_a_next_of_its_own_need_not_be_alike() -> None
 
 QUESTIONS: dict[str, Any] = {
     "epoch_end": lambda node, row: below.epoch_end(node, row, np.array([1])),
-    "place": lambda node, row: below.place(node),
+    "place": lambda node, row: below.sample_id_slots(node),
     "columns": lambda node, row: below.columns_of(node),
     "dtype": lambda node, row: below.dtype_of(node, "tokens"),
     "texts": lambda node, row: below.texts_of(node, "text") is None,
     "blocked": lambda node, row: changing.is_on_blocklist(node, row[0].data),
-    "lost": lambda node, row: changing.is_sample_lost(node, row[0].data),
-    "stale": lambda node, row: changing.is_outdated(node, row[0].data),
-    "pending": lambda node, row: changing.has_pending_change(node, row[0].data),
+    "lost": lambda node, row: changing.is_sample_untraceable(node, row[0].data),
+    "stale": lambda node, row: changing.is_old_position(node, row[0].data),
+    "pending": lambda node, row: changing.is_node_change_due(node, row[0].data),
     "progress": lambda node, row: (
         isinstance(node, abilities.Reports) and node.progress(row, np.array([1]), np.array([3]))
     ),

@@ -21,7 +21,7 @@ from rescale_data.sources.decoded.cache import (
     Cache,
     EvictionListener,
     OpenFileCache,
-    ReferencedValue,
+    ReferencedCostlyValue,
     cache,
     owner_id,
     share_budget_with,
@@ -150,7 +150,7 @@ def test_a_value_is_told_that_there_was_no_room() -> None:
     assert left == [11, 12]
 
 
-class Held(Sized, ReferencedValue):
+class Held(Sized, ReferencedCostlyValue):
     is_kept, is_used = True, False
 
     def on_dropped(self) -> None:

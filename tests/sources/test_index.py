@@ -79,7 +79,7 @@ def test_an_indexed_source_is_the_same(
     by_url = type(plain)(f"far://{tmp_path / kind}", index_dir=tmp_path / "index of the url")
     for source in (make(), make(), pickle.loads(pickle.dumps(make())), by_url):
         assert source.manifest() == short_manifest(plain.manifest())
-        assert source.full_manifest(source.manifest()) == plain.manifest()
+        assert source.file_manifest(source.manifest()) == plain.manifest()
         assert source.fragments.tolist() == plain.fragments.tolist()
         assert [str(source.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
         assert source.locate(150).removeprefix("far://") == plain.locate(150)

@@ -235,7 +235,7 @@ def _write_files(
 ) -> None:
     """Write the values that are no tensors, then the safetensors files, and last the index, if there are several files."""
     headers = {file: _header(stored, names) for file, names in names_by_file.items()}
-    non_tensor_content = {"values": plain_values, "paths": stored.paths_by_name, "lost": stored.lost_structure}
+    non_tensor_content = {"values": plain_values, "paths": stored.paths_by_name, "lost": stored.unflatten_hints}
     store.put(join(folder, NON_TENSORS_FILE), lambda stream: torch.save(non_tensor_content, stream))
     for file, names in names_by_file.items():
         tensors = stored.stream(names, byte_budget)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rescale_data.checkpoint.storage.open import CheckpointReader
-from rescale_data.checkpoint.tree import LostStructure
+from rescale_data.checkpoint.tree import UnflattenHints
 
 DEFAULT_BUDGET_BYTES = 256 << 20
 
@@ -22,7 +22,7 @@ class StoredCheckpoint:
     Attributes:
         meta_tensors: On the meta device, by flattened name.
         paths_by_name: Path in the nested state, by flattened name.
-        lost_structure: What the names do not tell of the nested state.
+        unflatten_hints: What the names do not tell of the nested state.
 
     Raises:
         ValueError: nothing is named ``entry_name``.
@@ -38,9 +38,9 @@ class StoredCheckpoint:
         self.paths_by_name = {short_name: saved_contents.paths[key] for short_name, key in self._key_by_name.items()}
         saved_values = {short_name: saved_contents.values[key] for short_name, key in self._key_by_name.items()}
         self.meta_tensors = {short_name: tensor for short_name, tensor in saved_values.items() if tensor is not None}
-        whole_lost_structure = reader.manifest.lost if reader.manifest else ()
-        self.lost_structure: LostStructure = [
-            (path[len(root) :], key) for path, key in whole_lost_structure if (*path[:-1][: len(root)],) == root
+        unflatten_hints_of_all = reader.manifest.lost if reader.manifest else ()
+        self.unflatten_hints: UnflattenHints = [
+            (path[len(root) :], key) for path, key in unflatten_hints_of_all if (*path[:-1][: len(root)],) == root
         ]
 
     def values(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def to_torch_save(
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
         new_file = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.meta_tensors.items()})
-        tree = tree_of(stored.paths_by_name, stored.values() | new_file.tensors, stored.lost_structure)
+        tree = tree_of(stored.paths_by_name, stored.values() | new_file.tensors, stored.unflatten_hints)
         store.put(final_path, lambda stream: new_file.write(stream, tree, lambda names: stored.stream(names, budget)))
 
     read_checkpoint(path, write, storage_options=storage_options)

@@ -144,7 +144,7 @@ def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterName
 def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], group_names: list[ParameterNames]) -> str:
     """Return the reason why saved groups belong to another optimizer, or have no parameter names; else an empty text."""
     if any(group_names) and all(isinstance(name, int) for name in chain(*group_names)):
-        return _BY_NUMBER_MESSAGE
+        return _NUMBERED_PARAMETERS_MESSAGE
     if not (lacking := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
         return ""
     saved_keys = ", ".join(sorted({key for group in groups for key in group} - {"params"}))
@@ -180,7 +180,7 @@ def _saved_state_and_groups(saved: Contents, path: tuple[str, ...]) -> tuple[dic
     return layout.get("state", {}), groups if isinstance(groups, list) else []
 
 
-_BY_NUMBER_MESSAGE = (
+_NUMBERED_PARAMETERS_MESSAGE = (
     "by number and not by name in the checkpoint, as torch.optim.Optimizer.state_dict() makes it. Give this part of it to "
     "load_state_dict of the optimizer of the same model without wrapping, save that one, and load it"
 )

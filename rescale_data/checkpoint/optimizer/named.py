@@ -53,14 +53,14 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
     ``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
     """
-    with _no_first_step(optimizer):
+    with _without_dummy_step(optimizer):
         state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
     state["state"] = {name: entries for name, entries in state["state"].items() if entries}
     return state
 
 
 @contextmanager
-def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
+def _without_dummy_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Give parameters without state an empty one inside the ``with`` block, so that torch makes no first step to create it."""
     stateless = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
     for parameter in stateless:

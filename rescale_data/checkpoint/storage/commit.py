@@ -94,12 +94,12 @@ class Ownership:
         self.close.atexit = False
         _owners_of_process.add(self.owner)
         try:
-            self._open()
+            self._open_for_writing()
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _open_for_writing(self) -> None:
         self.store.mkdir(join(self.path, CLAIMS_FOLDER))
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)

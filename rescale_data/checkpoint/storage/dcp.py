@@ -86,10 +86,10 @@ def save_id_of(metadata: Metadata) -> str:
 
 def min_file_bytes(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes: the end of its last piece."""
-    ends: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for location in cast(dict[Any, Any], metadata.storage_data or {}).values():
-        ends[location.relative_path] = max(ends.get(location.relative_path, 0), location.offset + location.length)
-    return ends
+        sizes[location.relative_path] = max(sizes.get(location.relative_path, 0), location.offset + location.length)
+    return sizes
 
 
 class TensorPieces(torch.Tensor):
@@ -109,9 +109,9 @@ class TensorPieces(torch.Tensor):
 
     @classmethod
     def from_items(cls, full_tensor: torch.Tensor, write_items: list[WriteItem]) -> Self:
-        pieces = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
-        pieces.write_items = write_items
-        return pieces
+        stand_in = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
+        stand_in.write_items = write_items
+        return stand_in
 
     @property
     def unique_write_items(self) -> dict[Any, WriteItem]:

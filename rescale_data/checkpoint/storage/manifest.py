@@ -10,7 +10,7 @@ from typing import Any
 
 from rescale_data.checkpoint.storage.claims import SaveId, find
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join
-from rescale_data.checkpoint.tree import LostStructure
+from rescale_data.checkpoint.tree import UnflattenHints
 from rescale_data.errors import DamagedCheckpointError
 
 METADATA = ".metadata"
@@ -32,7 +32,7 @@ class Manifest:
         save_id: Identifies one call of save, so that files of two saves are never taken for one.
         files: Records by name, relative to the checkpoint's folder, without the manifest's own.
         created: Seconds since the epoch.
-        lost: What the names of the values do not tell of the state's form: see ``tree.LostStructure``.
+        lost: What the names of the values do not tell of the state's form: see ``tree.UnflattenHints``.
     """
 
     save_id: str
@@ -42,7 +42,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     created: float = 0.0
     torch: str = ""
-    lost: LostStructure = ()
+    lost: UnflattenHints = ()
 
     @property
     def metadata_name(self) -> str:

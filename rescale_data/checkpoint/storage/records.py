@@ -60,19 +60,19 @@ class RecordUnpickler(pickle.Unpickler):
     """Unpickler that makes a `Record` of each object in place of importing its class.
 
     Args:
-        is_known: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
+        is_known_class: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
         load_storage: Gives what a reference to a storage stands for.
     """
 
     def __init__(
-        self, content: bytes, is_known: Callable[[str], bool], load_storage: Callable[[Any], Any] | None = None
+        self, content: bytes, is_known_class: Callable[[str], bool], load_storage: Callable[[Any], Any] | None = None
     ) -> None:
         super().__init__(io.BytesIO(content))
-        self._is_known, self._load_storage = is_known, load_storage
+        self._is_known_class, self._load_storage = is_known_class, load_storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         qualified_name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
-        if not self._is_known(qualified_name):
+        if not self._is_known_class(qualified_name):
             raise UnknownClassError(qualified_name)
         return _record_class(qualified_name)
 

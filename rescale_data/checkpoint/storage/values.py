@@ -106,10 +106,10 @@ class _Archive:
         """Return the value stored in the archive."""
         allowed_types = user_safe_globals()
 
-        def is_known(name: str) -> bool:
+        def is_known_class(name: str) -> bool:
             return name in _CONSTRUCTORS or name in _CLASS_NAMES or name in allowed_types or dtype_of(name) is not None
 
-        return _Builder(allowed_types)(RecordUnpickler(self._pickle, is_known, self._storage).load())
+        return _Builder(allowed_types)(RecordUnpickler(self._pickle, is_known_class, self._storage).load())
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         info = self._zip_infos[name]

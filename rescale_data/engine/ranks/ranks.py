@@ -61,8 +61,8 @@ class Ranks:
     num_loads: int = 0
     assumes_one_rank: bool = False
     _purpose: Purpose = "read"
-    _position: tuple[int, ...] = ()
-    _agreed_count: list[int] = field(default_factory=list[int])
+    _position_in_run: tuple[int, ...] = ()
+    _state_loads: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
         """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
@@ -77,7 +77,7 @@ class Ranks:
         """True if the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
         return self.world_size > 1 and self.communicator is None
 
-    def named(self, purpose: Purpose) -> Ranks:
+    def for_purpose(self, purpose: Purpose) -> Ranks:
         """Return the same ranks with other names of their collectives, so that different purposes never mix.
 
         Args:
@@ -86,14 +86,14 @@ class Ranks:
         """
         return replace(self, _purpose=purpose)
 
-    def at_position(self, *position: int) -> Ranks:
+    def at_position_in_run(self, *position: int) -> Ranks:
         """Return the same ranks for a collective at numbers that say where in the run the ranks are."""
-        return replace(self, _position=position)
+        return replace(self, _position_in_run=position)
 
     @property
-    def after_load(self) -> Ranks:
+    def with_load_counted(self) -> Ranks:
         """The same ranks after a load or a reset; their exchanges do not mix with earlier ones."""
-        return replace(self, num_loads=max(self.num_loads, *self._agreed_count, 0) + 1, _agreed_count=[])
+        return replace(self, num_loads=max(self.num_loads, *self._state_loads, 0) + 1, _state_loads=[])
 
     def subset(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and with this one, as ranks that exchange over a group of their own."""
@@ -181,14 +181,14 @@ class Ranks:
         name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
         if self._purpose != "read":
             return Call(name, self.timeout, remedy)
-        return Call(f"{name}/{self._position}/{self._agreed_num_loads()}", self.timeout, remedy)
+        return Call(f"{name}/{self._position_in_run}/{self._agreed_state_loads()}", self.timeout, remedy)
 
-    def _agreed_num_loads(self) -> int:
+    def _agreed_state_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
-        if self.num_loads > 1 and not self._agreed_count and self.communicator is not None:
+        if self.num_loads > 1 and not self._state_loads and self.communicator is not None:
             call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
-            self._agreed_count.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
-        return self._agreed_count[0] if self._agreed_count else self.num_loads
+            self._state_loads.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
+        return self._state_loads[0] if self._state_loads else self.num_loads
 
 
 def other_rank_error(*, wrong_rows: bool) -> Exception:

@@ -1,8 +1,8 @@
 """Changes of a pipeline between the segments of a run: the allowed ones, and the translation of a state.
 
-Parameters that a node names may change, children may come and go, and samples may get another form (`HasForm`): a longer
+Parameters that a node names may change, children may come and go, and samples may get another format (`HasFormat`): a longer
 ``seq_len``, labels, another dtype. A state is first translated to the current pipeline, and then compared like any other state.
-The header of a state keeps the earlier forms, with the number of samples and tokens delivered by then.
+The header of a state keeps the earlier formats, with the number of samples and tokens delivered by then.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, History, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, VersionLog, path_name
 from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.states.differences import without_parameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes import changing
-from rescale_data.nodes.abilities import HasForm, Mixes
+from rescale_data.nodes.abilities import HasFormat, Mixes
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import may_change
-from rescale_data.nodes.form import EARLIER_KEY, WINDOW_PARAMETERS
+from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY, WINDOW_PARAMETERS
 from rescale_data.state import Ints
 
 NodePath = tuple[str, ...]
-_MAX_FORMS = 2  # a window may have been packed in so many forms
+_MAX_EARLIER_FORMATS = 2  # a window may have been packed in so many earlier formats
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters
     """Return the parameters of a pipeline that must stay the same for the whole run."""
     changeable: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
-        takes_effect = _all_parents_meet(schema.root, path, lambda node: changing.reread_unit(node) is not None)
-        changeable_now = may_change(node) if takes_effect else frozenset[str]()
-        form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
-        if changeable_now or form:
-            changeable[path_name(path)] |= {*changeable_now, *form, EARLIER_KEY}
+        can_change = _all_parents_meet(schema.root, path, lambda node: changing.resume_unit(node) is not None)
+        changeable_now = may_change(node) if can_change else frozenset[str]()
+        keys = node.FORMAT if isinstance(node, HasFormat) and _is_never_reread(schema.root, path) else frozenset[str]()
+        if changeable_now or keys:
+            changeable[path_name(path)] |= {*changeable_now, *keys, EARLIER_PARAMETERS_KEY}
     return without_parameters(pipeline, changeable)
 
 
@@ -70,7 +70,7 @@ def apply_changes(schema: Schema, table: Ints) -> int:
     return sum(changing.apply_changes_at(schema.root, row[FIRST_SLOT:].data) for row in table)
 
 
-def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:
+def _is_never_reread(root: Node[Any], path: NodePath) -> bool:
     """True if no node above the one at ``path`` reads its samples a second time."""
     return _all_parents_meet(root, path, lambda _: False)
 
@@ -113,52 +113,53 @@ def _saved_child_names(path: NodePath, saved_parameters: Mapping[str, Any]) -> I
 # Positions
 
 
-def adapt_positions(stream: Stream, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
-    """Adapt positions to the current weights and form of samples (such as ``seq_len``), and log changes of the form.
+def adapt_positions(stream: Stream, saved_parameters: NodeParameters, table: Ints) -> dict[str, VersionLog]:
+    """Adapt positions to the current weights and format of samples (such as ``seq_len``), and log changes of the format.
 
     Args:
         saved_parameters: The parameters of the pipeline in the state.
-        table: The positions; the ones that depend on the form are changed in place.
+        table: The positions; the ones that depend on the format are changed in place.
 
     Returns:
-        The earlier forms and weights that nodes still need, by the path of the node.
+        The earlier formats and weights that nodes still need, by the path of the node.
 
     Raises:
         DataStateError: A changed parameter of a node does not fit the samples drawn so far.
     """
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
-    histories: dict[str, History] = {}
-    form_changes: list[str] = []
+    histories: dict[str, VersionLog] = {}
+    format_changes: list[str] = []
     for path, node, positions in schema.nodes_with_slots(table):
-        history: History = []
+        history: VersionLog = []
         name = path_name(path)
         old = saved_parameters.get(name)
         if old is not None and isinstance(node, Mixes):
             node.check_change(old, positions)
-            history = list(node.earlier(old, positions))
-        # samples that are read again keep their form
-        if old is not None and isinstance(node, HasForm) and _is_drawn_once(schema.root, path):
+            history = list(node.earlier_parameters(old, positions))
+        # samples that are read again keep their format
+        if old is not None and isinstance(node, HasFormat) and _is_never_reread(schema.root, path):
             new_parameters = schema.pipeline[name]
-            history = [(int(first_sample), form) for first_sample, form in old.get(EARLIER_KEY, ())]
-            changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new_parameters.get(key)]
-            form_changes += [
+            history = [(int(sample), old_format) for sample, old_format in old.get(EARLIER_PARAMETERS_KEY, ())]
+            changed_keys = [key for key in sorted(node.FORMAT) if old.get(key) != new_parameters.get(key)]
+            format_changes += [
                 f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
                 for key in changed_keys
             ]
             if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
-                history = [*history, (samples, _old_form(old, history, samples, len(table)))][-_MAX_FORMS:]
-                node.reform(positions)
+                history = [*history, (samples, _format_of(old, history, samples, len(table)))][-_MAX_EARLIER_FORMATS:]
+                node.convert_sample_format(positions)
         if history:
             histories[name] = history
-    if form_changes:
+    if format_changes:
         stream.ranks.warn(
             "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(form_changes),
+            "; ".join(format_changes),
         )  # fmt: skip
     return histories
 
 
-def _old_form(old_parameters: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
+def _format_of(old_parameters: Mapping[str, Any], history: VersionLog, samples: int, num_shards: int) -> dict[str, Any]:
     first_sample, num_tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
-    form = {key: old_parameters[key] for key in WINDOW_PARAMETERS if key in old_parameters}
-    return {**form, "tokens": num_tokens + (samples - first_sample) * old_parameters["seq_len"], "shards": num_shards}
+    format_values = {key: old_parameters[key] for key in WINDOW_PARAMETERS if key in old_parameters}
+    num_tokens += (samples - first_sample) * old_parameters["seq_len"]
+    return {**format_values, "tokens": num_tokens, "shards": num_shards}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.recipe import EPOCH_ENDED, LOADER_FIELDS, NO_REMAINDER, REMAINDER_COLUMN, STAMP, STAMP_LIMIT
 from rescale_data.engine.schema import Schema, to_json
 from rescale_data.engine.states.change import ChangedChild
@@ -87,7 +87,7 @@ class SavedState:
 # A state is written
 
 
-def header_of(cursor: Cursor, ends: EpochEnds) -> str:
+def header_of(cursor: Cursor, ends: EpochEndFinder) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
     layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
@@ -99,7 +99,7 @@ def header_of(cursor: Cursor, ends: EpochEnds) -> str:
 
 def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
     """Return a state: the header, and the table ``int64[N, slots]`` with a column of stamps, which identify rows, in front."""
-    stamped_table = np.concatenate([_row_stamps(len(table), samples)[:, None], table], axis=1)
+    stamped_table = np.concatenate([_expected_row_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped_table), HEADER: header}
 
 
@@ -114,7 +114,7 @@ def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, TABLE: table, HEADER: json.dumps({**header, "epoch": header["epoch"] + 1})}
 
 
-def _row_stamps(num_logical_shards: int, samples: int) -> Ints:
+def _expected_row_stamps(num_logical_shards: int, samples: int) -> Ints:
     return -1 - samples * num_logical_shards - np.arange(num_logical_shards, dtype=np.int64)
 
 
@@ -183,7 +183,7 @@ def table_of(schema: Schema, saved: SavedState, added: Sequence[ChangedChild]) -
     """
     from_slots, to_slots = _slots(saved.fields), _slots(schema.fields)
     (stamp,) = from_slots[STAMP.key]
-    _require_stamps(saved.table[:, stamp], saved.header["samples"])
+    _require_valid_row_stamps(saved.table[:, stamp], saved.header["samples"])
     if [*from_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
     table, kept_keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
@@ -219,12 +219,12 @@ def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:
         raise DataStateError(f"The state leaves out the samples {skipped_ranges!r:.200}: {_DAMAGE_ADVICE}")
 
 
-def _require_stamps(row_stamps: Ints, samples: int) -> None:
+def _require_valid_row_stamps(saved_row_stamps: Ints, samples: int) -> None:
     """Raise ``DataStateError`` if a row's stamp is of another logical shard or another sample count."""
-    n = len(row_stamps)
-    wrong_rows = np.flatnonzero(row_stamps != _row_stamps(n, samples)).tolist()
+    n = len(saved_row_stamps)
+    wrong_rows = np.flatnonzero(saved_row_stamps != _expected_row_stamps(n, samples)).tolist()
     if wrong_rows:
-        saved_sample, saved_shard = divmod(-1 - int(row_stamps[wrong_rows[0]]), n)
+        saved_sample, saved_shard = divmod(-1 - int(saved_row_stamps[wrong_rows[0]]), n)
         raise DataStateError(
             f"{len(wrong_rows)} of {n} rows of the state are not those of their logical shards at sample {samples}: row "
             f"{wrong_rows[0]} is that of shard {saved_shard} at sample {saved_sample}. One rank's rows were kept for all, rows "

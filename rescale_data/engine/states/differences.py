@@ -10,7 +10,7 @@ from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.below import may_change
-from rescale_data.nodes.form import EARLIER_KEY
+from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY
 from rescale_data.nodes.function import CODE_KEY, VERSION
 
 _MAX_SHOWN = 5
@@ -31,7 +31,7 @@ def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -
 
 def without_history(nodes: NodeParameters) -> NodeParameters:
     """Return the parameters of a pipeline without its earlier sample formats."""
-    return without_parameters(nodes, {path: {EARLIER_KEY} for path in nodes})
+    return without_parameters(nodes, {path: {EARLIER_PARAMETERS_KEY} for path in nodes})
 
 
 def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:
@@ -76,10 +76,10 @@ def _compare(path: str, saved: Any, current: Any) -> list[str]:
 
 def _named_items_to_dict(value: Any) -> Any:
     """Return a list of ``[name, ...]`` entries, such as files in a manifest, as a dict by name; other values unchanged."""
-    is_named = isinstance(value, list) and all(
+    is_list_of_named_items = isinstance(value, list) and all(
         isinstance(item, list) and item and isinstance(item[0], str) for item in value
     )
-    return {item[0]: item[1:] for item in value} if is_named and value else value
+    return {item[0]: item[1:] for item in value} if is_list_of_named_items and value else value
 
 
 def _shortened_json(value: Any) -> str:

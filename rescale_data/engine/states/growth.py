@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rescale_data.engine.ranks.ranks import call_on_all_ranks
-from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, History, path_name
+from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, VersionLog, path_name
 from rescale_data.engine.schema import Schema, json_round_trip, set_histories
 from rescale_data.engine.states.differences import differences
 from rescale_data.engine.stream import Stream
@@ -41,10 +41,10 @@ class Growth:
         added_files: The names of the added files, by the path of the node, for each source that has more files now.
     """
 
-    histories: dict[str, History]
+    histories: dict[str, VersionLog]
     added_files: dict[str, list[str]]
 
-    def all_histories(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, History]:
+    def all_histories(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, VersionLog]:
         """Return the manifests of each source by epoch: the saved ones, and those with the added files.
 
         Args:
@@ -71,7 +71,7 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
     for path, manifest in schema.manifests.items():
         own_manifests[path] = manifest
         if path in old_manifests and isinstance(sources[path], FiledSource) and old_manifests[path] != manifest:
-            old_manifests[path], manifest = _unfolded_manifests(sources[path], old_manifests[path], manifest)
+            old_manifests[path], manifest = _file_manifests(sources[path], old_manifests[path], manifest)
             added = _added_file_names(old_manifests[path], manifest)
             own_manifests[path] = _without_files(manifest, added)
             added_files |= {path: added} if added else {}
@@ -97,27 +97,29 @@ def _is_below_another_root(old: Manifest, current: Manifest) -> bool:
     return old_names.isdisjoint(names) and any(name.endswith(old_suffix) for name in names)
 
 
-def _unfolded_manifests(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
+def _file_manifests(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if old == current or not isinstance(source, FiledSource):
         return old, current
-    full = source.full_manifest(old), source.full_manifest(current)
+    full = source.file_manifest(old), source.file_manifest(current)
     return (short_manifest(old), short_manifest(current)) if full[0] is None or full[1] is None else (full[0], full[1])
 
 
-def join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
+def join_added_files(
+    stream: Stream, growth: Growth, table: Ints, formats: Mapping[str, VersionLog]
+) -> dict[str, VersionLog]:
     """Return the manifests of each source by epoch; added files are read from the next epoch that no shard has begun.
 
     Windows and documents that were delivered in part are read again, so their data must stay the same (collective).
 
     Args:
         table: Changed in place if the remainder of an epoch was planned without files that join it: it is planned again.
-        forms: The earlier forms and weights that nodes still need.
+        formats: The earlier formats and weights that nodes still need.
     """
     if not growth.added_files:
         return growth.histories
     schema, paths = stream.schema, list(growth.added_files)
-    epochs_read = _last_epochs_read(stream, table, {**growth.all_histories(schema), **forms}, paths)
+    epochs_read = _last_epochs_read(stream, table, {**growth.all_histories(schema), **formats}, paths)
     pairs = zip(paths, epochs_read, strict=True)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in pairs}
     if any((_reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
@@ -131,12 +133,14 @@ def join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping
     return growth.all_histories(schema, epochs)
 
 
-def _last_epochs_read(stream: Stream, table: Ints, histories: Mapping[str, History], paths: Sequence[str]) -> list[int]:
+def _last_epochs_read(
+    stream: Stream, table: Ints, histories: Mapping[str, VersionLog], paths: Sequence[str]
+) -> list[int]:
     """Return for each source the last epoch of which a shard has to read rows again to resume, -1 for none (collective).
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
-    ranks = stream.ranks.named("load")
+    ranks = stream.ranks.for_purpose("load")
     shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
     def own_last_epochs() -> list[int]:
@@ -146,7 +150,7 @@ def _last_epochs_read(stream: Stream, table: Ints, histories: Mapping[str, Histo
     return ranks.gather_ints(call_on_all_ranks(ranks, own_last_epochs)).max(axis=0).tolist()
 
 
-def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Mapping[str, History]) -> dict[str, int]:
+def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Mapping[str, VersionLog]) -> dict[str, int]:
     """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
 
     Args:
@@ -171,7 +175,7 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Mapping[st
 def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[Any], Ints]]:
     """Return the nodes of a shard that stand within a partly delivered document or window, and their positions.
 
-    A node that `reveals_next` does as soon as it has moved in its epoch: a sample says something of the next one.
+    A node that `reveals_next_token` does as soon as it has moved in its epoch: a sample says something of the next one.
     """
     begun_nodes: list[tuple[Node[Any], Ints]] = []
     fresh_nodes = schema.nodes_with_slots(schema.fresh_table(1))
@@ -181,7 +185,7 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
         if not node.READS_AHEAD:
             continue
         is_begun = bool(positions[:, position_slots(node.FIELDS)].any())
-        if isinstance(node, RereadsDocument) and node.reveals_next:
+        if isinstance(node, RereadsDocument) and node.reveals_next_token:
             # The last sample of an epoch says nothing of the next epoch
             is_in_epoch = is_endless(node) or any(positions[0, slot + 1] for _, slot in readers_of(node, 0))
             is_begun |= is_in_epoch and bool((positions != fresh_positions).any())
@@ -190,12 +194,12 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
     return begun_nodes
 
 
-def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
+def needed_manifests(histories: Mapping[str, VersionLog], schema: Schema, table: Ints) -> dict[str, VersionLog]:
     """Return the manifests of each source by epoch, without the ones that all logical shards have passed."""
     return {path: _drop_passed_epochs(history, schema, table, path) for path, history in histories.items()}
 
 
-def _drop_passed_epochs(history: History, schema: Schema, table: Ints, path: str) -> History:
+def _drop_passed_epochs(history: VersionLog, schema: Schema, table: Ints, path: str) -> VersionLog:
     if len(history) == 1:
         return history
     lowest = int(_reader_positions(schema, table, path)[:, 0].min())
@@ -208,7 +212,7 @@ def next_epoch(schema: Schema, table: Ints, path: str) -> int:
     return int((epochs_and_rows[:, 0] + (epochs_and_rows[:, 1] > 0)).max())
 
 
-def parse(value: Any) -> History:
+def parse(value: Any) -> VersionLog:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, from its value in a state."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
 

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.moves import require_micro_batches, skip
-from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES, STAMP, History
+from rescale_data.engine.recipe import (
+    EPOCH_ENDED,
+    FIRST_SLOT,
+    NO_REMAINDER,
+    REMAINDER_COLUMN,
+    SAMPLES,
+    STAMP,
+    VersionLog,
+)
 from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.states.change import (
     ChangedChild,
@@ -71,30 +79,30 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         delivered: The number of samples that the topology of the state delivered after it.
     """
     saved = decode(whole_state(state))
-    translation, clock = _require_fit(stream, saved.header), saved.clock
+    translated, clock = _require_fit(stream, saved.header), saved.clock
     pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
-    table = table_of(stream.schema, saved, translation.added)
+    table = table_of(stream.schema, saved, translated.added)
     had_remainder = has_remainder(table)
     _require_common_end(table)
     _require_valid_rows(stream.schema, table)
     if delivered:
-        _refuse_changes(stream.schema, translation, delivered)
-        histories_then = needed_manifests(translation.growth.all_histories(stream.schema), stream.schema, table)
-        forms_then = adapt_positions(stream, translation.pipeline, table)
-        clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
+        _refuse_changes(stream.schema, translated, delivered)
+        saved_manifests = needed_manifests(translated.growth.all_histories(stream.schema), stream.schema, table)
+        old_formats = adapt_positions(stream, translated.pipeline, table)
+        clock, table = _skip_delivered(stream, saved, clock, table, {**saved_manifests, **old_formats}, delivered)
         had_remainder = has_remainder(table)
-    forms: dict[str, History] = {}
+    formats: dict[str, VersionLog] = {}
     if pipeline_changed:
-        log_changes(stream, translation.pipeline)
-        forms = adapt_positions(stream, translation.pipeline, table)
-        if without_history(translation.pipeline) != without_history(stream.schema.pipeline):
+        log_changes(stream, translated.pipeline)
+        formats = adapt_positions(stream, translated.pipeline, table)
+        if without_history(translated.pipeline) != without_history(stream.schema.pipeline):
             # The remainder counts samples of the earlier pipeline
             table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
-    histories = join_added_files(stream, translation.growth, table, forms)
+    histories = join_added_files(stream, translated.growth, table, formats)
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
+    stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **formats})  # from here on nothing raises
     if pipeline_changed:
-        _warn_of_changes(stream, translation, apply_changes(stream.schema, table))
+        _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
     stream.load(table, loaded_clock)
     _warn_of_mixed_epochs(stream, table)
     if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
@@ -114,10 +122,10 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
     require_type(HasStream, "the loader that is to load it", loader=loader)
     stream = stream_of(loader)
-    translation = _require_fit(stream, header)
+    translated = _require_fit(stream, header)
     if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
-    added, removed = ([child.name for child in children] for children in (translation.added, translation.removed))
+    added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
@@ -136,16 +144,16 @@ def _require_fit(stream: Stream, header: Mapping[str, Any]) -> StateTranslation:
     schema, pipeline = stream.schema, stream.schema.pipeline
     removed, added = node_changes(schema, header["pipeline"])
 
-    def translation(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    def translated(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
         common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
         return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
 
     saved_fields, fields = (
         {field.key: field.describe() for field in fields} for fields in (fields_in(header), (STAMP, *schema.fields))
     )
-    _require_same("fields", translation(saved_fields, fields), fields)
-    growth = compare_sources(schema, translation(header["sources"], json.loads(schema.sources_json)))
-    saved_pipeline = translation(header["pipeline"], pipeline)
+    _require_same("fields", translated(saved_fields, fields), fields)
+    growth = compare_sources(schema, translated(header["sources"], json.loads(schema.sources_json)))
+    saved_pipeline = translated(header["pipeline"], pipeline)
     pipelines = without_functions(saved_pipeline, pipeline)
     _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
     return StateTranslation(saved_pipeline, added, removed, growth)
@@ -162,9 +170,9 @@ def _require_same(name: str, saved: Any, current: Any) -> None:
 # Positions and counts are translated
 
 
-def _refuse_changes(schema: Schema, translation: StateTranslation, num_delivered: int) -> None:
+def _refuse_changes(schema: Schema, translated: StateTranslation, num_delivered: int) -> None:
     """Raise ``DataStateError`` if the samples to skip were delivered by another pipeline than the current one."""
-    saved, current = map(without_history, without_functions(translation.pipeline, schema.pipeline))
+    saved, current = map(without_history, without_functions(translated.pipeline, schema.pipeline))
     if saved != current:
         raise DataStateError(
             f"load_state_dict(state, delivered={num_delivered}): the pipeline has changed since the state was saved, "
@@ -174,12 +182,12 @@ def _refuse_changes(schema: Schema, translation: StateTranslation, num_delivered
 
 
 def _skip_delivered(
-    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Mapping[str, History], num_samples: int
+    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Mapping[str, VersionLog], num_samples: int
 ) -> tuple[Clock, Ints]:
     """Skip samples that were delivered after a save, in its topology; return clock and table (collective if rows are read).
 
     Args:
-        histories: The data of each source, the forms and weights, as they were when these samples were delivered.
+        histories: The data of each source, the formats and weights, as they were when these samples were delivered.
     """
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
@@ -187,10 +195,10 @@ def _skip_delivered(
     call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.options.balance is not None
     num_micro_batches = require_micro_batches(call, num_samples, layout, clock, whole_steps=whole_steps)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
-    ranks = setup.ranks.named("load")
+    ranks = setup.ranks.for_purpose("load")
     saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **saved_counts}, "loaded states")
-    ends = EpochEnds(replace(setup, layout=layout, ranks=ranks))
+    ends = EpochEndFinder(replace(setup, layout=layout, ranks=ranks))
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
     schema.adopt(histories)
@@ -258,13 +266,13 @@ def _warn_of_mixed_epochs(stream: Stream, table: Ints) -> None:
         )
 
 
-def _warn_of_changes(stream: Stream, translation: StateTranslation, shards_begun_again: int) -> None:
-    if translation.added or translation.removed:
+def _warn_of_changes(stream: Stream, translated: StateTranslation, shards_begun_again: int) -> None:
+    if translated.added or translated.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
-            [child.name for child in translation.added],
-            [child.name for child in translation.removed],
+            [child.name for child in translated.added],
+            [child.name for child in translated.removed],
         )
     if shards_begun_again:
         stream.ranks.warn(

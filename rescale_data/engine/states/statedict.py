@@ -1,7 +1,7 @@
 """Makes the state of a stream: with all rows of the table, or with the rows that one rank knows.
 
     whole     all rows, equal on every rank (collective): this form can be kept, and plain DCP saves it
-    local     the rows of one rank (`LocalTable`), without communication: `whole_state` makes it whole
+    local     the rows of one rank (`OneRankTable`), without communication: `whole_state` makes it whole
 
 `codec.py` describes the format. Source: docs/design.md, 8.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.states.codec import HEADER, TABLE, encode_state, header_of
@@ -25,20 +25,20 @@ from rescale_data.errors import DataStateError
 _NO_SHARD_STAMP = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
-def state_dict(cursor: Cursor, ends: EpochEnds) -> dict[str, Any]:
+def state_dict(cursor: Cursor, ends: EpochEndFinder) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    return with_reason(*state_and_reason(cursor, ends))
+    return mark_unsavable(*state_and_unsavable_reason(cursor, ends))
 
 
-def state_and_reason(cursor: Cursor, ends: EpochEnds) -> tuple[dict[str, Any], str]:
+def state_and_unsavable_reason(cursor: Cursor, ends: EpochEndFinder) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
     reason = _why_unsavable(cursor, ends)
     state = encode_state(
-        cursor.positions if reason else ends.ranks.named("save").merge(cursor.positions, cursor.owners),
+        cursor.positions if reason else ends.ranks.for_purpose("save").merge(cursor.positions, cursor.owners),
         cursor.clock_now(ends.layout).samples,
         header_of(cursor, ends),
     )
@@ -47,27 +47,27 @@ def state_and_reason(cursor: Cursor, ends: EpochEnds) -> tuple[dict[str, Any], s
     return state, reason
 
 
-def with_reason(state: dict[str, Any], reason: str) -> dict[str, Any]:
+def mark_unsavable(state: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return a state that raises an error with the text ``reason`` when pickled; the same state if the reason is empty."""
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
-def local_state_dict(cursor: Cursor, ends: EpochEnds) -> dict[str, Any]:
+def local_state_dict(cursor: Cursor, ends: EpochEndFinder) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
     if ends.ranks.world_size == 1:
         return state_dict(cursor, ends)
     _refuse_simulated(ends)
     _require_saveable(ends)
-    return {TABLE: LocalTable(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
+    return {TABLE: OneRankTable(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
 
 
-class LocalTable:
-    """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
+class OneRankTable:
+    """The table of a state in which only the rows of one rank are up to date; `table_of_all_ranks` adds the other rows."""
 
-    def __init__(self, cursor: Cursor, ends: EpochEnds) -> None:
+    def __init__(self, cursor: Cursor, ends: EpochEndFinder) -> None:
         self._cursor, self._ends = cursor, ends
 
-    def whole_table(self) -> torch.Tensor:
+    def table_of_all_ranks(self) -> torch.Tensor:
         """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
         state = state_dict(self._cursor, self._ends)
         if isinstance(state[HEADER], UnsavableHeader):
@@ -109,7 +109,7 @@ def whole_state(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     return {
-        k: v.whole_table() if isinstance(v, LocalTable) else whole_state(v)
+        k: v.table_of_all_ranks() if isinstance(v, OneRankTable) else whole_state(v)
         for k, v in cast(Mapping[str, Any], state).items()
     }
 
@@ -148,7 +148,7 @@ class UnsavableHeader(str):
         self.raise_reason()
 
 
-def _why_unsavable(cursor: Cursor, ends: EpochEnds) -> str:
+def _why_unsavable(cursor: Cursor, ends: EpochEndFinder) -> str:
     """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
@@ -156,7 +156,7 @@ def _why_unsavable(cursor: Cursor, ends: EpochEnds) -> str:
     _refuse_simulated(ends)
     _require_saveable(ends)
     ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
-    gathered = ranks.named("save").gather_ints([clock.samples, digest(clock.skipped)])
+    gathered = ranks.for_purpose("save").gather_ints([clock.samples, digest(clock.skipped)])
     if (gathered == gathered[0]).all():
         return ""
     return (
@@ -166,13 +166,13 @@ def _why_unsavable(cursor: Cursor, ends: EpochEnds) -> str:
     )
 
 
-def _require_saveable(ends: EpochEnds) -> None:
+def _require_saveable(ends: EpochEndFinder) -> None:
     """Raise ``DataStateError`` if a source could not be resumed: the save fails, rather than a later load."""
     for source in ends.schema.sources().values():
         source.require_saveable()
 
 
-def _refuse_simulated(ends: EpochEnds) -> None:
+def _refuse_simulated(ends: EpochEndFinder) -> None:
     if ends.ranks.simulated:
         raise ValueError(
             f"state_dict() needs the rows of all {ends.ranks.world_size} dp ranks, but there is no process group (dp_rank= "

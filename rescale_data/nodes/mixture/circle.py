@@ -27,15 +27,15 @@ from rescale_data.order import UInts, random_words
 CIRCLE = 1 << 64
 """Length of the whole circle. Points are 0 .. CIRCLE - 1."""
 
-_GOLDEN = (math.isqrt(5 << 128) - CIRCLE) // 2  # the golden ratio's part of a turn
-_SILVER = math.isqrt(2 << 128) - CIRCLE
-_IRRATIONAL_STEPS = (_GOLDEN, CIRCLE - _GOLDEN, _SILVER, CIRCLE - _SILVER)
-_CANDIDATES = 400  # candidates on each side of the middle
+_GOLDEN_RATIO = (math.isqrt(5 << 128) - CIRCLE) // 2  # the golden ratio's part of a turn
+_SILVER_RATIO = math.isqrt(2 << 128) - CIRCLE
+_IRRATIONAL_STEPS = (_GOLDEN_RATIO, CIRCLE - _GOLDEN_RATIO, _SILVER_RATIO, CIRCLE - _SILVER_RATIO)
+_NUM_NEAR = 400  # candidates on each side of the middle
 _MAX_DENOMINATOR = 10**6  # draws of one shard: beyond, quotients do not matter
 
 
 @dataclass(frozen=True)
-class Circle:
+class WeightCircle:
     """The points on the circle that choose the sources for the draws of one logical shard, in constant steps.
 
     Args:
@@ -68,7 +68,7 @@ class Circle:
         num_draws = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first_draw, first_draw + n, arc))
         return first_draw + num_draws - 1
 
-    def first_end(self, first_draw: int, stop_draw: int, arcs: list[Arc], limits: list[int]) -> tuple[int, int]:
+    def first_source_end(self, first_draw: int, stop_draw: int, arcs: list[Arc], limits: list[int]) -> tuple[int, int]:
         """Return the first draw at which an arc has had as many draws as its limit, and the number of that arc.
 
         Return ``stop_draw`` and -1 if there is none.
@@ -86,7 +86,7 @@ Arc = tuple[int, int]
 WHOLE_CIRCLE: Arc = (0, CIRCLE)
 
 
-def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
+def weight_circle_of(shard: int, num_logical_shards: int, path: str = "") -> WeightCircle:
     """Return the points on the circle that choose the sources for the draws of one logical shard.
 
     Args:
@@ -95,42 +95,42 @@ def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
         path: Path of a mixture that is within another one and draws apart from it. Its shards begin at random points: points
             spread regularly, in this way or another, would be correlated with the choices of the mixture above.
     """
-    shard_factor, step = circle_constants(num_logical_shards)
+    shard_factor, step = shard_factor_and_draw_step(num_logical_shards)
     if path:
-        return Circle(int(random_words(1, f"mixture/{path}", shard)[0]), step)
-    return Circle((shard_factor * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
+        return WeightCircle(int(random_words(1, f"mixture/{path}", shard)[0]), step)
+    return WeightCircle((shard_factor * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
 
 
 @lru_cache(maxsize=64)
-def circle_constants(num_logical_shards: int) -> tuple[int, int]:
+def shard_factor_and_draw_step(num_logical_shards: int) -> tuple[int, int]:
     """Return two constants of the circle: the factor that shard numbers are multiplied by, and the step between two draws."""
     n = num_logical_shards
     if n == 1:
-        return 0, _GOLDEN
-    mid = max(1, (n * _GOLDEN + CIRCLE // 2) // CIRCLE)
-    numbers = range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1))
+        return 0, _GOLDEN_RATIO
+    golden = max(1, (n * _GOLDEN_RATIO + CIRCLE // 2) // CIRCLE)
+    numbers = range(max(1, golden - _NUM_NEAR), min(n, golden + _NUM_NEAR + 1))
     candidates = [factor for factor in numbers if math.gcd(factor, n) == 1]
-    factor = min(candidates, key=lambda factor: (*_quotient_max_and_sum(factor, n), factor))
-    steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_STEPS)
-    return factor, min(steps, key=lambda step: (*_quotient_max_and_sum(step, CIRCLE), step))
+    factor = min(candidates, key=lambda factor: (*_max_and_sum_of_partial_quotients(factor, n), factor))
+    steps = ((draw_factor * CIRCLE + irrational) // n for draw_factor in candidates for irrational in _IRRATIONAL_STEPS)
+    return factor, min(steps, key=lambda step: (*_max_and_sum_of_partial_quotients(step, CIRCLE), step))
 
 
-def _quotient_max_and_sum(dividend: int, divisor: int) -> tuple[int, int]:
+def _max_and_sum_of_partial_quotients(dividend: int, divisor: int) -> tuple[int, int]:
     """Return the largest partial quotient in the continued fraction of ``dividend / divisor``, and their sum.
 
     The smaller they are, the more evenly the multiples of the fraction lie. Quotients too deep to matter are left out.
     """
-    quotients: list[int] = []
+    partial_quotients: list[int] = []
     previous_denominator, denominator = 0, 1
     while divisor and denominator < _MAX_DENOMINATOR:
-        quotients.append(dividend // divisor)
+        partial_quotients.append(dividend // divisor)
         dividend, divisor = divisor, dividend % divisor
-        previous_denominator, denominator = denominator, previous_denominator + quotients[-1] * denominator
-    return max(quotients[1:]), sum(quotients[1:])
+        previous_denominator, denominator = denominator, previous_denominator + partial_quotients[-1] * denominator
+    return max(partial_quotients[1:]), sum(partial_quotients[1:])
 
 
 @dataclass(frozen=True)
-class Arcs:
+class WeightArcs:
     """The arcs of all sources of a mixture on the circle, one after the other; lengths are shares.
 
     Args:
@@ -151,19 +151,19 @@ class Arcs:
     def arc(self, source: int) -> Arc:
         return (self.arc_ends[source - 1] if source else 0, self.arc_ends[source])
 
-    def scale_point(self, point: int, source: int) -> int:
+    def point_within_arc(self, point: int, source: int) -> int:
         """Return the position of a point within a source's arc, scaled to the whole circle."""
-        return scale_to_circle(point, self.arc(source))
+        return scale_arc_to_circle(point, self.arc(source))
 
-    def scale_points(self, points: UInts, source: int) -> UInts:
+    def points_within_arc(self, points: UInts, source: int) -> UInts:
         arc = self.arc(source)
-        return np.array([scale_to_circle(point, arc) for point in points.tolist()], dtype=np.uint64)
+        return np.array([scale_arc_to_circle(point, arc) for point in points.tolist()], dtype=np.uint64)
 
 
 @lru_cache(maxsize=4096)
-def arcs(weights: tuple[float, ...]) -> Arcs:
+def arcs(weights: tuple[float, ...]) -> WeightArcs:
     """Return arcs whose lengths are in proportion to the weights, of which at least one is not 0."""
-    return Arcs(tuple(accumulate(shares(weights, CIRCLE))))
+    return WeightArcs(tuple(accumulate(shares(weights, CIRCLE))))
 
 
 def shares(weights: tuple[float, ...], whole_amount: int) -> list[int]:
@@ -175,11 +175,11 @@ def shares(weights: tuple[float, ...], whole_amount: int) -> list[int]:
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
-def scale_to_circle(point: int, arc: Arc) -> int:
+def scale_arc_to_circle(point: int, arc: Arc) -> int:
     return (point - arc[0]) * CIRCLE // (arc[1] - arc[0])
 
 
-def nested_arc(inner: Arc, outer: Arc) -> Arc:
+def scale_circle_to_arc(inner: Arc, outer: Arc) -> Arc:
     """Return the arc inside ``outer`` that becomes ``inner`` if ``outer`` is scaled to the whole circle."""
     outer_length = outer[1] - outer[0]
     return (outer[0] - -inner[0] * outer_length // CIRCLE, outer[0] - -inner[1] * outer_length // CIRCLE)

@@ -12,8 +12,16 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import epoch_end, is_endless, readers_of, skip, skip_epochs
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.column import num_tokens_of
-from rescale_data.nodes.mixture.circle import WHOLE_CIRCLE, Arc, Arcs, Circle, arcs, nested_arc, scale_to_circle
-from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.circle import (
+    WHOLE_CIRCLE,
+    Arc,
+    WeightArcs,
+    WeightCircle,
+    arcs,
+    scale_arc_to_circle,
+    scale_circle_to_arc,
+)
+from rescale_data.nodes.mixture.lengths import TokenWeightArcs
 from rescale_data.nodes.mixture.row import DRAWS_SLOT
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.sources import MixtureSources
@@ -31,7 +39,7 @@ class MixtureDraws:
 
     Args:
         sources: The sources; each is bound when it is first drawn from.
-        inner_draws: By number, the draws of each source that yields the samples of another mixture one for one.
+        inner_mixtures: By number, the draws of each source that yields the samples of another mixture one for one.
         weights: The weights at any position.
         column: The column of the tokens, if the unit is tokens.
         stop_rule: As in `WeightedSampler`.
@@ -42,26 +50,26 @@ class MixtureDraws:
         last_source: The source of the last draw.
     """
 
-    circle: Circle
+    circle: WeightCircle
 
     def __init__(
         self,
         sources: MixtureSources,
-        inner_draws: Mapping[int, MixtureDraws],
+        inner_mixtures: Mapping[int, MixtureDraws],
         weights: MixtureWeights,
         column: str | None,
         stop_rule: StopRule,
     ) -> None:
-        self.sources, self._inner_draws, self.weights, self._column = sources, inner_draws, weights, column
+        self.sources, self._inner_mixtures, self.weights, self._column = sources, inner_mixtures, weights, column
         self.row, self._shard, self._stop_rule = weights.row, weights.shard, stop_rule
-        self._parent_point: int | None = None  # the next draw's point, if the mixture above gives it
+        self._outer_point: int | None = None  # the next draw's point, if the mixture above gives it
         self.last_source = 0
 
     def seek(self, position: View) -> None:
         """Continue at another position of the mixture, and clear all values that were derived from the previous one."""
         self._position = position
         self._is_epoch_over = False
-        self._arcs: Arcs | TokenArcs | None = None
+        self._weight_arcs: WeightArcs | TokenWeightArcs | None = None
         self._current_weights = _NO_WEIGHTS  # the weights of the arcs
         self._empty_epochs: dict[int, int] = {}
 
@@ -91,25 +99,25 @@ class MixtureDraws:
 
     def choose_source(self) -> int | None:
         """Return the number of the source of the next draw; `None` at the end of the epoch."""
-        arcs = self._arcs or self._get_arcs()
+        arcs = self._weight_arcs or self._get_weight_arcs()
         if arcs is None:
             return None
-        point = self.circle.point(self._position[DRAWS_SLOT]) if self._parent_point is None else self._parent_point
+        point = self.circle.point(self._position[DRAWS_SLOT]) if self._outer_point is None else self._outer_point
         self.last_source = source = arcs.choose_source(point)
-        inner = self._inner_draws.get(source)
+        inner = self._inner_mixtures.get(source)
         if inner is not None:
-            inner._parent_point = arcs.scale_point(point, source)
+            inner._outer_point = arcs.point_within_arc(point, source)
         return source
 
-    def _get_arcs(self) -> Arcs | TokenArcs | None:
+    def _get_weight_arcs(self) -> WeightArcs | TokenWeightArcs | None:
         """Return the arcs on the circle of the sources that have not ended, computed once; `None` at the end of the epoch."""
-        if self._arcs is None and not self._is_epoch_over:
+        if self._weight_arcs is None and not self._is_epoch_over:
             self._current_weights = self.weights.current(self._position)
-            self._arcs = self.arcs_at(self._position, self._current_weights)
-            self._is_epoch_over = self._arcs is None
-        return self._arcs
+            self._weight_arcs = self.weight_arcs_at(self._position, self._current_weights)
+            self._is_epoch_over = self._weight_arcs is None
+        return self._weight_arcs
 
-    def arcs_at(self, position: View, current_weights: CurrentWeights) -> Arcs | TokenArcs | None:
+    def weight_arcs_at(self, position: View, current_weights: CurrentWeights) -> WeightArcs | TokenWeightArcs | None:
         """Return the arcs on the circle of the sources that have not ended, at a given position with given weights.
 
         If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
@@ -124,28 +132,32 @@ class MixtureDraws:
             return None
         if not self.by_tokens:
             return arcs(active_weights)
-        tokens, uncounted = position[self.row.token_slots].tolist(), position[self.row.uncounted_tokens].tolist()
-        return TokenArcs(active_weights, counts, tokens, uncounted)
+        tokens, uncounted = position[self.row.token_slots].tolist(), position[self.row.old_token_slots].tolist()
+        return TokenWeightArcs(active_weights, counts, tokens, uncounted)
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[DRAWS_SLOT] += 1
         self._position[self.row.drawn_slots.start + chosen_source] += 1
         if length and self._empty_epochs:
             self._empty_epochs.pop(chosen_source, None)
-        if isinstance(self._arcs, TokenArcs):
+        if isinstance(self._weight_arcs, TokenWeightArcs):
             self._position[self.row.token_slots.start + chosen_source] += length
-            self._arcs.add_document(chosen_source, length)
+            self._weight_arcs.add_document(chosen_source, length)
         self._change_weights()
 
     def _change_weights(self) -> None:
         """Change to the next weights of a schedule, if they are due after a draw."""
         current_weights = self._current_weights
-        if current_weights.change_at_amount is None:
+        if current_weights.weights_until is None:
             return
-        amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[DRAWS_SLOT]
-        if amount_drawn >= current_weights.change_at_amount:
+        amount_drawn = (
+            self._weight_arcs.num_tokens
+            if isinstance(self._weight_arcs, TokenWeightArcs)
+            else self._position[DRAWS_SLOT]
+        )
+        if amount_drawn >= current_weights.weights_until:
             self.weights.record_change(self._position, current_weights)
-            self._arcs = None
+            self._weight_arcs = None
 
     # Leaving out
 
@@ -162,10 +174,10 @@ class MixtureDraws:
         first_draw = self._position[DRAWS_SLOT]
         stop = first_draw + num_samples
         stop = self.skip_draws(self.circle, first_draw, stop, WHOLE_CIRCLE, across_epochs=across_epochs)
-        self._parent_point = None
+        self._outer_point = None
         return stop - first_draw
 
-    def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc, *, across_epochs: bool) -> int:
+    def skip_draws(self, circle: WeightCircle, first_draw: int, stop: int, arc: Arc, *, across_epochs: bool) -> int:
         """Skip each of the draws ``first_draw .. stop - 1`` whose point falls into an arc.
 
         The arc of ``circle`` is the whole circle of this mixture. If the caller continues ``across_epochs``, the end of a
@@ -177,37 +189,37 @@ class MixtureDraws:
         original_stop = self._stop_rule
         self._stop_rule = "never" if across_epochs and original_stop == "first" else original_stop
         try:
-            while first_draw < stop and (arcs := self._get_arcs()) is not None:
+            while first_draw < stop and (arcs := self._get_weight_arcs()) is not None:
                 num_left = self._samples_left()
-                if isinstance(arcs, TokenArcs) or num_left is None:
+                if isinstance(arcs, TokenWeightArcs) or num_left is None:
                     return self._skip_one_by_one(circle, first_draw, stop, arc)
-                source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
+                nested_arcs = [scale_circle_to_arc(arcs.arc(source), arc) for source in range(len(num_left))]
                 weight_change = self._next_weight_change(circle, first_draw, stop, arc)
-                next_stop, ended_source = circle.first_end(first_draw, weight_change, source_arcs, num_left)
-                for source, source_arc in enumerate(source_arcs):
+                next_stop, ended_source = circle.first_source_end(first_draw, weight_change, nested_arcs, num_left)
+                for source, source_arc in enumerate(nested_arcs):
                     self._skip_source(source, circle, first_draw, next_stop, source_arc)
                 first_draw = next_stop
                 self._change_weights()
                 if ended_source >= 0:
-                    self._skip_source_end(ended_source)
+                    self._skip_past_source_end(ended_source)
         finally:
             self._stop_rule = original_stop
         return first_draw
 
-    def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
+    def _next_weight_change(self, circle: WeightCircle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
-        change_at = self._current_weights.change_at_amount
+        change_at = self._current_weights.weights_until
         if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[DRAWS_SLOT]):
             return stop
         return circle.find_draw(first_draw, arc, num)
 
-    def _skip_one_by_one(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
+    def _skip_one_by_one(self, circle: WeightCircle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, but one at a time, if only reading can show the ends of sources."""
         draw_from: Callable[[Node[Any]], Any] = next if self.by_tokens else self._skip_sample
         for draw in range(first_draw, stop):
             point = circle.point(draw)
             if arc[0] <= point < arc[1]:
-                self._parent_point = scale_to_circle(point, arc)
+                self._outer_point = scale_arc_to_circle(point, arc)
                 try:
                     self.draw(draw_from)
                 except StopIteration:
@@ -216,7 +228,7 @@ class MixtureDraws:
 
     def _skip_sample(self, node: Node[Any]) -> None:
         """Skip a sample of the chosen source; if that is a mixture by samples, it skips one of the source that it draws."""
-        inner = self._inner_draws.get(self.last_source)
+        inner = self._inner_mixtures.get(self.last_source)
         if inner is None or inner.by_tokens:
             if not skip(node, 1):
                 raise StopIteration
@@ -241,9 +253,9 @@ class MixtureDraws:
                 num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard_index)
         return num_left
 
-    def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
+    def _skip_source(self, source: int, circle: WeightCircle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
-        inner, shard_index = self._inner_draws.get(source), self._shard[0]
+        inner, shard_index = self._inner_mixtures.get(source), self._shard[0]
         num_left = num_draws = circle.count(first_draw, stop, source_arc)
         if not num_draws:
             return
@@ -258,7 +270,7 @@ class MixtureDraws:
             if num_left < num_before:
                 self._empty_epochs.pop(source, None)
             if num_left:
-                self._skip_source_end(source)
+                self._skip_past_source_end(source)
                 num_skipped = skip_epochs(node, np.asarray(node.position), shard_index, num_left)
                 node.bind(node.position)
                 first_draw = circle.find_draw(first_draw, source_arc, num_skipped)
@@ -266,7 +278,7 @@ class MixtureDraws:
         self._position[DRAWS_SLOT] += num_draws
         self._position[self.row.drawn_slots.start + source] += num_draws
 
-    def _skip_source_end(self, source: int) -> None:
+    def _skip_past_source_end(self, source: int) -> None:
         if not skip(self._bound_node(source), 1):
             self._handle_source_end(source)
 
@@ -283,7 +295,7 @@ class MixtureDraws:
 
     def _handle_source_end(self, chosen_source: int) -> None:
         """Record that a source has ended; its position is already the beginning of its next epoch."""
-        self._arcs = None
+        self._weight_arcs = None
         self.weights.record_epoch_end(self._position, chosen_source, self._current_weights)
         if self.repeats_sources:
             node = self._bound_node(chosen_source)

@@ -9,9 +9,9 @@ import numpy as np
 
 from rescale_data.nodes.base import View
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
-from rescale_data.nodes.mixture.circle import Arcs
+from rescale_data.nodes.mixture.circle import WeightArcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
-from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.lengths import TokenWeightArcs
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
 from rescale_data.nodes.reading.documents import DocumentReader
@@ -47,8 +47,8 @@ class MixedDocuments:
         self._mixture, self._column, self._repeats = mixture, column, mixture.repeats_sources
         self._by_tokens, self._byte_limit = mixture.by_tokens, mixture.sources.make_byte_limit()
         self._slots, self._num_sources = mixture.sources.slots, len(documents)
-        self.is_costly = any(docs.is_costly for docs in documents)
-        self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
+        self.is_costly_to_read = any(docs.is_costly_to_read for docs in documents)
+        self._kept_documents: dict[int, KeptDocuments | MixedDocuments] = {}
         self._next_num_draws, self._num_reads = _FIRST_READ_DRAWS, 0
         self._max_reads = max(_MAX_READS, 4 * len(documents))
         num_read_together = sum([isinstance(docs, FragmentDocuments) for docs in documents])
@@ -61,15 +61,15 @@ class MixedDocuments:
         self._batched_spans, self._batched_ranges = EMPTY_SPANS, _NO_RANGES
 
     def _documents_of(self, source: int) -> DocumentReader:
-        documents = self._costly_documents.get(source) or self._mixture.sources.documents(source, self._column)
-        if documents.is_costly and source not in self._costly_documents:
+        documents = self._kept_documents.get(source) or self._mixture.sources.documents(source, self._column)
+        if documents.is_costly_to_read and source not in self._kept_documents:
             kept_documents = documents if isinstance(documents, MixedDocuments) else KeptDocuments(documents)
-            documents = self._costly_documents[source] = kept_documents
+            documents = self._kept_documents[source] = kept_documents
         return documents
 
     def drop_documents_before(self, position: View) -> None:
         """Drop the documents of costly sources that lie before a position, and keep the later ones."""
-        for source, documents in self._costly_documents.items():
+        for source, documents in self._kept_documents.items():
             documents.drop_documents_before(position[self._slots[source]])
 
     def read(self, position: View, max_documents: int, points: UInts | None = None) -> Spans:
@@ -80,21 +80,21 @@ class MixedDocuments:
         num_empty: Counter[int] = Counter()
         while True:
             current_weights = self._mixture.weights.current(self._next_position)
-            arcs = self._mixture.arcs_at(self._next_position, current_weights)
+            arcs = self._mixture.weight_arcs_at(self._next_position, current_weights)
             if arcs is None:
                 break
-            self._ending_sources, self._change_at_amount = current_weights.end_epochs, current_weights.change_at_amount
+            self._ending_sources, self._weights_until = current_weights.end_epochs, current_weights.weights_until
             num_drawn = self._next_position[0]
             max_draws = max_documents if points is not None else min(max_documents, self._next_num_draws)
-            if self._change_at_amount is not None and not self._by_tokens:
-                max_draws = min(max_draws, max(1, self._change_at_amount - num_drawn))
+            if self._weights_until is not None and not self._by_tokens:
+                max_draws = min(max_draws, max(1, self._weights_until - num_drawn))
             circle = self._mixture.circle
             next_points = circle.points(num_drawn, max_draws) if points is None else points[:max_draws]
             spans, ended_source = self._draw_documents(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_num_draws(spans)
-                if self._by_tokens and self._change_at_amount is not None:
-                    spans = self._with_weight_change(spans, current_weights)
+                if self._by_tokens and self._weights_until is not None:
+                    spans = self._append_weight_change(spans, current_weights)
                 if self._next_position != position:
                     passed_ends = PositionUpdates.between(position, self._next_position)
                     spans = spans.with_moves(spans.moves.preceded_by(passed_ends))
@@ -113,7 +113,7 @@ class MixedDocuments:
     def begin_next_epoch(self, position: View) -> None:
         position[:] = self._next_position
 
-    def _with_weight_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
+    def _append_weight_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
         """Return the same documents; the position update of the last one includes a change of weights, if one is due."""
         position_before = copy_of(self._next_position)
         spans.move(position_before, len(spans))
@@ -122,7 +122,7 @@ class MixedDocuments:
         if position_after == position_before:
             return spans
         moves = PositionUpdates.join([spans.moves, PositionUpdates.between(position_before, position_after)])
-        return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
+        return spans.with_moves(moves.merge_document_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_num_draws(self, spans: Spans) -> None:
         arrays_and_owners = zip(spans.arrays, spans.owners, strict=True)
@@ -134,11 +134,11 @@ class MixedDocuments:
             next_num_draws = min(next_num_draws, len(spans) * self._max_reads // self._num_reads)
         self._next_num_draws = max(_FIRST_READ_DRAWS, min(next_num_draws, max_draws))
 
-    def _draw_documents(self, position: View, arcs: Arcs | TokenArcs, points: UInts) -> tuple[Spans, int]:
+    def _draw_documents(self, position: View, arcs: WeightArcs | TokenWeightArcs, points: UInts) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
         self._start_position, self._num_reads = position, 0
         try:
-            if isinstance(arcs, TokenArcs):
+            if isinstance(arcs, TokenWeightArcs):
                 sources, ended = self._choose_sources(points, arcs)
             else:
                 sources, ended = self._read_chosen(arcs.end_points.searchsorted(points, side="right"), points, arcs)
@@ -173,7 +173,7 @@ class MixedDocuments:
         first_document, num_documents = self._batched_ranges[:, source].tolist()
         return self._batched_spans[first_document : first_document + num_documents]
 
-    def _choose_sources(self, points: UInts, arcs: TokenArcs) -> tuple[Ints, int]:
+    def _choose_sources(self, points: UInts, arcs: TokenWeightArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
         fractions = arcs.draw_fractions()
         chosen_sources, counters = np.empty(len(points), dtype=np.int64), arcs.counters()
@@ -183,22 +183,22 @@ class MixedDocuments:
         num_read = self._read_sources_together(num_wanted)
         lengths = [self._spans_in_batch(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
-        change_at = -1 if self._change_at_amount is None else self._change_at_amount
+        change_at = -1 if self._weights_until is None else self._weights_until
         while True:
             num, missing_source = arcs.choose_sources(points, chosen_sources, num, counters, lengths, change_at)
             if missing_source < 0:
                 break
             count = int(counts[missing_source])
             num_more = (len(points) - num) * fractions[missing_source]  # about as many, and some to spare
-            is_costly = self._documents_of(missing_source).is_costly
-            num_to_read = max(1, int(num_more)) if is_costly else 1 + int(num_more + num_more**0.5)
+            is_costly_to_read = self._documents_of(missing_source).is_costly_to_read
+            num_to_read = max(1, int(num_more)) if is_costly_to_read else 1 + int(num_more + num_more**0.5)
             buffer = self._fill_buffer(missing_source, count + num_to_read)
             if buffer.num_documents == count:
                 break
             lengths[missing_source] = buffer.lengths
         return chosen_sources[:num], missing_source
 
-    def _read_chosen(self, chosen_sources: Ints, points: UInts, arcs: Arcs) -> tuple[Ints, int]:
+    def _read_chosen(self, chosen_sources: Ints, points: UInts, arcs: WeightArcs) -> tuple[Ints, int]:
         """Read the documents of chosen draws; return the draws before one whose source has ended, and that source or -1."""
         num_draws, ended_source = len(chosen_sources), -1
         num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
@@ -210,7 +210,7 @@ class MixedDocuments:
                 continue
             documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
-                documents = NestedDocuments(documents, arcs.scale_points(points[draws], source))
+                documents = NestedDocuments(documents, arcs.points_within_arc(points[draws], source))
             buffer = self._fill_buffer(source, len(draws), documents)
             if buffer.num_documents < len(draws) and draws[buffer.num_documents] < num_draws:
                 num_draws, ended_source = int(draws[buffer.num_documents]), source
@@ -247,21 +247,21 @@ class MixedDocuments:
             spans += buffer.spans(counts[source])
             slots += [self._slots[source].start] * (len(spans) - len(slots))
             starts[source], next_index = next_index, next_index + counts[source]
-        counts_by_slot = self._mixture.row.counts_at(self._start_position)
+        counts_by_slot = self._mixture.row.slot_counts(self._start_position)
         return interleave_documents(sources, Spans.join(spans, slots), starts, num_drawn, counts_by_slot)
 
 
 class NestedDocuments:
     """Documents of an inner mixture, drawn at points that the outer mixture gives."""
 
-    is_costly = True
+    is_costly_to_read = True
 
     def __init__(self, documents: MixedDocuments, points: UInts) -> None:
-        self._documents, self._draw_points = documents, points
+        self._documents, self._points_of_next_draws = documents, points
 
     def read(self, position: View, max_documents: int) -> Spans:
-        spans = self._documents.read(position, max_documents, self._draw_points)
-        self._draw_points = self._draw_points[len(spans) :]
+        spans = self._documents.read(position, max_documents, self._points_of_next_draws)
+        self._points_of_next_draws = self._points_of_next_draws[len(spans) :]
         return spans
 
     def begin_next_epoch(self, position: View) -> None:

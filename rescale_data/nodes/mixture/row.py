@@ -18,7 +18,7 @@ DRAWS_SLOT, RULE_SLOT = 0, 1
 """Indices, in a position, of the number of draws and of the digest of the rule that gives the weights."""
 
 _FIRST_SOURCE = 2  # first slot of the values for each source
-FIELD_NAMES = _DRAWS_FIELD, _RULE_FIELD, _DRAWN_FIELD, _TOKENS, _UNCOUNTED = "draws", "rule", "drawn", "tokens", "since"
+FIELD_NAMES = _DRAWS_FIELD, _RULE_FIELD, _DRAWN_FIELD, _TOKENS, _OLD_TOKEN = "draws", "rule", "drawn", "tokens", "since"
 
 
 class MixtureRow:
@@ -31,14 +31,14 @@ class MixtureRow:
     Attributes:
         drawn_slots: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
         token_slots: By tokens: number of tokens in those samples.
-        uncounted_tokens: By tokens: number of those tokens that were drawn with other weights.
+        old_token_slots: By tokens: number of those tokens that were drawn with other weights.
     """
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
         self.sources, self.unit = names, unit
         num_sources = len(names)
         count_slices = [slice(_FIRST_SOURCE + i * num_sources, _FIRST_SOURCE + (i + 1) * num_sources) for i in range(3)]
-        self.drawn_slots, self.token_slots, self.uncounted_tokens = count_slices
+        self.drawn_slots, self.token_slots, self.old_token_slots = count_slices
 
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.sources), self.unit)
@@ -52,7 +52,7 @@ class MixtureRow:
         drawn = rows[:, self.drawn_slots]
         drawn[:] = np.maximum(drawn, ~drawn)
 
-    def counts_at(self, position: View) -> list[tuple[int, list[int]]]:
+    def slot_counts(self, position: View) -> list[tuple[int, list[int]]]:
         """Return (first slot, values) of each kind of count: documents by source, and in a mixture by tokens also tokens."""
         count_slices = [self.drawn_slots, self.token_slots] if self.unit == "tokens" else [self.drawn_slots]
         return [(kind.start, position[kind].tolist()) for kind in count_slices]
@@ -63,6 +63,6 @@ def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
     source_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
-        source_fields += [counter(kind) for kind in (_TOKENS, _UNCOUNTED)]
+        source_fields += [counter(kind) for kind in (_TOKENS, _OLD_TOKEN)]
     own_fields = (counter(_DRAWS_FIELD), Field((_RULE_FIELD,)))
     return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in source_fields for name in names))

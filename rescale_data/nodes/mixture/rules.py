@@ -76,23 +76,23 @@ class WeightRule:
 
     Args:
         sources: Names of the sources, sorted.
-        schedule_keys: ``(progress, weights)`` as in `Schedule`, weights in the order of `sources`; constant weights are one.
+        weight_keyframes: ``(progress, weights)`` as in `Schedule`, weights in the order of `sources`; one if they are constant.
         interpolate: As in `Schedule`; `None` if the weights are constant.
         max_epochs: ``(name, epochs)``, sorted.
     """
 
     sources: tuple[str, ...]
-    schedule_keys: tuple[tuple[int, tuple[float, ...]], ...]
+    weight_keyframes: tuple[tuple[int, tuple[float, ...]], ...]
     interpolate: Literal["step", "linear"] | None
     max_epochs: tuple[tuple[str, int], ...]
 
     @cached_property
-    def weight_pieces(self) -> tuple[list[int], list[tuple[float, ...]]]:
+    def weight_intervals(self) -> tuple[list[int], list[tuple[float, ...]]]:
         """The progress at which each piece of constant weights begins, the first at 0, and the weights of each piece.
 
         In place of a linear change there are constant steps; each has the weights of the line at its middle.
         """
-        keys = self.schedule_keys
+        keys = self.weight_keyframes
         if self.interpolate != "linear" or len(keys) == 1:
             return [begin for begin, _ in keys], [weights for _, weights in keys]
         shares = [(begin, tuple(weight / math.fsum(weights) for weight in weights)) for begin, weights in keys]
@@ -119,12 +119,12 @@ class CurrentWeights:
 
     Args:
         source_weights: Weight of each source.
-        change_at_amount: The number of draws or tokens of one logical shard at which other weights begin; `None` if none do.
+        weights_until: The number of draws or tokens of one logical shard at which other weights begin; `None` if none do.
         end_epochs: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
     """
 
     source_weights: tuple[float, ...]
-    change_at_amount: int | None
+    weights_until: int | None
     end_epochs: Mapping[int, int]
 
 
@@ -140,11 +140,11 @@ def weights_at(
         num_shards: Number of logical shards; each takes the others to have drawn as much.
         epochs: Number of whole epochs drawn from each source with a limit in `WeightRule.max_epochs`, by name.
     """
-    piece_starts, weights = rule.weight_pieces
-    piece_number, limits = bisect_right(piece_starts, amount_drawn * num_shards), dict(rule.max_epochs)
+    interval_starts, weights = rule.weight_intervals
+    piece_number, limits = bisect_right(interval_starts, amount_drawn * num_shards), dict(rule.max_epochs)
     ended = {name for name, limit in limits.items() if epochs.get(name, 0) >= limit}
     known_weights = dict(zip(rule.sources, weights[piece_number - 1], strict=True)) | dict.fromkeys(ended, 0.0)
-    change_at = -(-piece_starts[piece_number] // num_shards) if piece_number < len(piece_starts) else None
+    change_at = -(-interval_starts[piece_number] // num_shards) if piece_number < len(interval_starts) else None
     end_epochs = {sources.index(name): limits[name] for name in limits.keys() - ended if name in sources}
     return CurrentWeights(tuple(known_weights.get(name, 0.0) for name in sources), change_at, end_epochs)
 
@@ -153,9 +153,9 @@ def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, 
     """Return the rule for given weights and limits on epochs; all logical shards share one object."""
     keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
     names = tuple(sorted(keys[0][1]))
-    schedule_keys = tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
+    weight_keyframes = tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
-    return _shared_rule(names, schedule_keys, interpolate, tuple(sorted(max_epochs.items())))
+    return _shared_rule(names, weight_keyframes, interpolate, tuple(sorted(max_epochs.items())))
 
 
 _shared_rule = lru_cache(maxsize=64)(WeightRule)
@@ -163,7 +163,7 @@ _shared_rule = lru_cache(maxsize=64)(WeightRule)
 
 def as_json(rule: WeightRule) -> dict[str, Any]:
     """Return a rule as JSON values, in the form of a mixture's saved parameters."""
-    keys = [[begin, dict(zip(rule.sources, weights, strict=True))] for begin, weights in rule.schedule_keys]
+    keys = [[begin, dict(zip(rule.sources, weights, strict=True))] for begin, weights in rule.weight_keyframes]
     weights = {"keys": keys, "interpolate": rule.interpolate} if rule.interpolate else keys[0][1]
     return {"weights": weights, **({"max_epochs": dict(rule.max_epochs)} if rule.max_epochs else {})}
 

@@ -10,10 +10,10 @@ import numpy as np
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, changing_children, draw_and_drop
 from rescale_data.nodes.below import dtype_of, epoch_end, find_shard, is_endless, readers_of
-from rescale_data.nodes.changing import is_on_blocklist, is_outdated, is_sample_lost
+from rescale_data.nodes.changing import is_old_position, is_on_blocklist, is_sample_untraceable
 from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
-from rescale_data.nodes.mixture.circle import circle_of
+from rescale_data.nodes.mixture.circle import weight_circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow, Unit
@@ -73,7 +73,7 @@ class WeightedSampler(Node[Any]):
     """
 
     changeable = frozenset({"weights", "max_epochs"})
-    repeats_itself = True
+    epochs_are_equal = True
 
     @checks_argument_types
     def __init__(
@@ -90,20 +90,20 @@ class WeightedSampler(Node[Any]):
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_max_epochs(max_epochs or {}, self.names)
-        self._own_slots = MixtureRow(self.names, unit)
-        self.FIELDS = self._own_slots.fields()
+        self._mixture_row = MixtureRow(self.names, unit)
+        self.FIELDS = self._mixture_row.fields()
         rule = make_rule(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
         super().__init__(**{name: nodes[name] for name in self.names})
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
-        self._weights = MixtureWeights(self._own_slots, rule, self._shard, self._epoch_slots([rule]))
+        self._weights = MixtureWeights(self._mixture_row, rule, self._shard, self._epoch_slots([rule]))
         children = [*self.children.values()]
         sources = MixtureSources(children, [*map(self._slots, self.names)], shard)
         inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
         self._draws = MixtureDraws(sources, inner, self._weights, column, stop)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
-                node._draws.circle = circle_of(*self._shard, ".".join(path))
+                node._draws.circle = weight_circle_of(*self._shard, ".".join(path))
 
     @property
     def _sources(self) -> dict[str, tuple[Node[Any], slice]]:
@@ -120,17 +120,17 @@ class WeightedSampler(Node[Any]):
             if node.children:
                 node.bind(self.position[self._slots(name)])
 
-    def borrow(self, other: Node[Any]) -> None:
+    def share_memory_with(self, other: Node[Any]) -> None:
         if not isinstance(other, WeightedSampler):
             return
         sources = self._draws.sources
-        sources.borrow(other._draws.sources)
+        sources.share_memory_with(other._draws.sources)
         if sources.nodes is other._draws.sources.nodes:
             self.children, self.names = other.children, other.names
-            self._own_slots.sources = other.names
+            self._mixture_row.sources = other.names
         else:
             self.children = dict(zip(self.names, sources.nodes, strict=True))
-        self._weights.borrow(other._weights)
+        self._weights.share_memory_with(other._weights)
 
     def seek(self) -> None:
         self._draws.seek(self.position)
@@ -159,14 +159,14 @@ class WeightedSampler(Node[Any]):
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Return the end of an epoch, by samples, if each source is read to its end with constant weights; else `None`."""
         rule = self._weights.rule
-        if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.weight_pieces[0]) > 1:
+        if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.weight_intervals[0]) > 1:
             return None
         if (rows[:, RULE_SLOT] != rule.digest).any():
             return None
         num_left, end_positions = np.zeros(len(rows), dtype=np.int64), rows.copy()
-        drawn_counts = end_positions[:, self._own_slots.drawn_slots]
-        is_active = (drawn_counts >= 0) & (np.array(rule.schedule_keys[0][1]) != 0)
-        self._own_slots.begin_epoch(end_positions)
+        drawn_counts = end_positions[:, self._mixture_row.drawn_slots]
+        is_active = (drawn_counts >= 0) & (np.array(rule.weight_keyframes[0][1]) != 0)
+        self._mixture_row.begin_epoch(end_positions)
         for i, (node, slots) in enumerate(self._sources.values()):
             source_end = epoch_end(node, rows[:, slots], shards)
             if source_end is None:
@@ -185,12 +185,12 @@ class WeightedSampler(Node[Any]):
         earlier_rules = [from_json(rule) for _, rule in history]
         self._weights.adopt(earlier_rules, self._epoch_slots(earlier_rules))
 
-    def place(self) -> list[int]:
+    def sample_id_slots(self) -> list[int]:
         """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""
         return [DRAWS_SLOT]
 
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
-        return self._weights.earlier(saved, rows)
+    def earlier_parameters(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
+        return self._weights.earlier_parameters(saved, rows)
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._weights.check_change(saved, rows)
@@ -211,20 +211,20 @@ class WeightedSampler(Node[Any]):
         own_values = copy_of(position[own_slots])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own_slots] = own_values
-        self._own_slots.begin_epoch(np.asarray(position)[None])
+        self._mixture_row.begin_epoch(np.asarray(position)[None])
         self._weights.apply_changes_at(position)
 
-    def is_outdated(self, position: View) -> bool:
+    def is_old_position(self, position: View) -> bool:
         return self._weights.needs_missing_source(position)
 
     def is_on_blocklist(self, position: View) -> bool:
-        if not is_outdated(self, position):
+        if not is_old_position(self, position):
             return False
         own_position, draw_position, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
         self.bind(draw_position)
         while (source := draws.choose_source()) is not None:  # also past the ends of sources, as a draw does
             node, source_position = draws.sources.nodes[source], draw_position[draws.sources.slots[source]]
-            stale, is_source_blocked = is_outdated(node, source_position), is_on_blocklist(node, source_position)
+            stale, is_source_blocked = is_old_position(node, source_position), is_on_blocklist(node, source_position)
             if is_source_blocked or not draws.skip_or_end(source):
                 break
             if is_source_blocked := stale and self.stop == "never":  # only the old list shows how its next epoch begins
@@ -232,12 +232,12 @@ class WeightedSampler(Node[Any]):
         self.bind(own_position)  # the nodes above are bound to this row
         return is_source_blocked
 
-    def is_sample_lost(self, position: View) -> bool:
-        is_lost = (is_sample_lost(child, position[slots]) for child, slots in changing_children(self))
+    def is_sample_untraceable(self, position: View) -> bool:
+        is_lost = (is_sample_untraceable(child, position[slots]) for child, slots in changing_children(self))
         return self._weights.needs_missing_source(position) or any(is_lost)
 
-    def has_pending_change(self, position: View) -> bool:
-        return self._weights.has_pending_change(position)
+    def is_node_change_due(self, position: View) -> bool:
+        return self._weights.is_node_change_due(position)
 
     def locate(self) -> str:
         return self._draws.sources.last_node.locate()
@@ -251,10 +251,10 @@ class WeightedSampler(Node[Any]):
         ``share/...`` is in the mixture's unit. ``epochs/...`` is the mean over the readers below a source and over logical
         shards. ``ended_shards/...`` is the number of logical shards in which the source has reached its `max_epochs`.
         """
-        drawn_counts = rows[:, self._own_slots.drawn_slots]
+        drawn_counts = rows[:, self._mixture_row.drawn_slots]
         counts = {"samples": np.maximum(drawn_counts, ~drawn_counts).sum(axis=0)}
         if self.unit == "tokens":
-            counts["tokens"] = rows[:, self._own_slots.token_slots].sum(axis=0)
+            counts["tokens"] = rows[:, self._mixture_row.token_slots].sum(axis=0)
         metrics = {f"drawn_{unit}": count for unit, count in counts.items()}
         metrics["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
         numbered = [*enumerate(self.names)]

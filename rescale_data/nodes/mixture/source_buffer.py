@@ -17,12 +17,12 @@ class KeptDocuments:
     in the order in which they were read. For an end of an epoch, the position at which the next epoch begins is kept too.
     """
 
-    is_costly = True
+    is_costly_to_read = True
 
     def __init__(self, documents: DocumentReader) -> None:
         self._documents = documents
         self._spans_by_position: dict[bytes, Spans] = {}
-        self._next_epoch: dict[bytes, View] = {}
+        self._epoch_start: dict[bytes, View] = {}
 
     def read(self, position: View, max_documents: int) -> Spans:
         key = position.tobytes()
@@ -30,7 +30,7 @@ class KeptDocuments:
         if documents is None:
             documents = self._spans_by_position[key] = self._documents.read(position, max_documents)
             if not len(documents):
-                self._next_epoch[key] = next_position = copy_of(position)
+                self._epoch_start[key] = next_position = copy_of(position)
                 # At once: the next bind of the node moves it away from this end
                 self._documents.begin_next_epoch(next_position)
         return documents if len(documents) <= max_documents else documents[:max_documents]
@@ -45,15 +45,15 @@ class KeptDocuments:
             if len(documents) > 1 and (num_passed := _num_documents_before(documents, key, position)):
                 self._spans_by_position = {position_key: documents[num_passed:], **self._spans_by_position}
                 break
-        self._next_epoch = {key: begin for key, begin in self._next_epoch.items() if key in self._spans_by_position}
+        self._epoch_start = {key: begin for key, begin in self._epoch_start.items() if key in self._spans_by_position}
 
     def begin_next_epoch(self, position: View) -> None:
-        position[:] = self._next_epoch[position.tobytes()]
+        position[:] = self._epoch_start[position.tobytes()]
 
 
-def _num_documents_before(documents: Spans, begin_key: bytes, position: View) -> int:
+def _num_documents_before(documents: Spans, start_position_bytes: bytes, position: View) -> int:
     """Return how many of some documents lie before a position; 0 if the position is not between two of them."""
-    document_position = np.frombuffer(begin_key, dtype=np.int64).copy().data
+    document_position = np.frombuffer(start_position_bytes, dtype=np.int64).copy().data
     for number in range(1, len(documents)):
         documents[number - 1 :].move(document_position, 1)
         if document_position == position:
@@ -66,7 +66,7 @@ class SourceBuffer:
 
     def __init__(self, documents: DocumentReader, position: View, by_tokens: bool, first_spans: Spans) -> None:
         self._documents, self._position = documents, copy_of(position)
-        self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
+        self._epoch_start, self._by_tokens = NO_UPDATES, by_tokens
         first_spans.move(self._position, len(first_spans))
         self._batches, self.num_documents = [first_spans] if len(first_spans) else list[Spans](), len(first_spans)
         self.num_empty_epochs = 0
@@ -77,8 +77,8 @@ class SourceBuffer:
         if not len(spans):
             return False
         spans.move(self._position, len(spans))
-        if len(self._next_epoch):
-            spans, self._next_epoch = spans.with_moves(spans.moves.preceded_by(self._next_epoch)), NO_UPDATES
+        if len(self._epoch_start):
+            spans, self._epoch_start = spans.with_moves(spans.moves.preceded_by(self._epoch_start)), NO_UPDATES
         self._batches.append(spans)
         self.num_documents += len(spans)
         if not self._by_tokens or spans.length.any():
@@ -91,7 +91,7 @@ class SourceBuffer:
         position_before = copy_of(self._position)
         self._documents.begin_next_epoch(self._position)
         update = PositionUpdates.between(position_before, self._position)
-        self._next_epoch = PositionUpdates.join([self._next_epoch, update]) if len(self._next_epoch) else update
+        self._epoch_start = PositionUpdates.join([self._epoch_start, update]) if len(self._epoch_start) else update
 
     @property
     def lengths(self) -> Ints:

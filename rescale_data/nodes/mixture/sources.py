@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
-from rescale_data.nodes.base import Node, View, is_bound, unbind
+from rescale_data.nodes.base import Node, View, drop_position, is_position_bound
 from rescale_data.nodes.column import documents_of
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import DocumentReader
@@ -20,8 +20,8 @@ from rescale_data.sources.source import TokenSource
 class MixtureSources:
     """The source nodes of a mixture, by number, opened for one logical shard.
 
-    A `Reader` among them may belong to another shard (`borrow`). This shard then opens a reader of its own, and keeps it as
-    long as the cache has room for the order in which it reads.
+    A `Reader` among them may belong to another shard (`share_memory_with`). This shard then opens a reader of its own, and
+    keeps it as long as the cache has room for the order in which it reads.
 
     Args:
         nodes: The sources.
@@ -39,7 +39,7 @@ class MixtureSources:
         self._own_readers: dict[int, Reader] = {}
         self._documents: dict[str, dict[int, DocumentReader]] = {}
 
-    def borrow(self, other_sources: MixtureSources) -> None:
+    def share_memory_with(self, other_sources: MixtureSources) -> None:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
         shared = [
@@ -66,7 +66,7 @@ class MixtureSources:
     def bound_node(self, source: int, position: View) -> Node[Any]:
         """Return the node of a source for this shard, bound to its part of the mixture's position."""
         self.last_node = node = self.open(source)
-        if not is_bound(node):
+        if not is_position_bound(node):
             node.bind(position[self.slots[source]])
         return node
 
@@ -93,7 +93,7 @@ class MixtureSources:
         """Unbind the readers of this shard and close the opened ones, because their positions are no longer valid."""
         for node in self.nodes:
             if self._is_own(node) and not node.children:
-                unbind(node)
+                drop_position(node)
         self._own_readers.clear()
 
     def _is_own(self, node: Node[Any]) -> bool:

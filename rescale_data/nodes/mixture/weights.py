@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.form import EARLIER_KEY, ParameterHistory
+from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY, ParameterHistory
 from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow
 from rescale_data.nodes.mixture.rules import CurrentWeights, WeightRule, as_json, from_json, weights_at
 from rescale_data.state import Ints
@@ -40,13 +40,13 @@ class MixtureWeights:
         self._earlier_rules: Sequence[WeightRule] = ()
         self._logged_sources: set[str] = set()
 
-    def borrow(self, other: MixtureWeights) -> None:
+    def share_memory_with(self, other: MixtureWeights) -> None:
         """Share the indices of epoch counters with the same mixture of another shard, to save memory."""
         self._epoch_slots = other._epoch_slots
 
-    def adopt(self, earlier: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
+    def adopt(self, earlier_rules: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
-        self._earlier_rules, self._epoch_slots = earlier, {**self._epoch_slots, **epochs}
+        self._earlier_rules, self._epoch_slots = earlier_rules, {**self._epoch_slots, **epochs}
 
     def current(self, position: View) -> CurrentWeights:
         """Return the weights in use at a position."""
@@ -54,12 +54,12 @@ class MixtureWeights:
 
     def apply_changes_at(self, position: View) -> None:
         """Change a position from the weights of an earlier segment of the run to the present ones."""
-        if self.has_pending_change(position):
+        if self.is_node_change_due(position):
             old_weights = self.current(position)
             position[RULE_SLOT] = self.rule.digest
             self.record_change(position, old_weights)
 
-    def has_pending_change(self, position: View) -> bool:
+    def is_node_change_due(self, position: View) -> bool:
         """True if a position still uses the weights of an earlier segment of the run."""
         return position[RULE_SLOT] != self.rule.digest
 
@@ -70,7 +70,7 @@ class MixtureWeights:
         """
         row = self.row
         if row.unit == "tokens" and self.current(position).source_weights != old_weights.source_weights:
-            position[row.uncounted_tokens] = position[row.token_slots]
+            position[row.old_token_slots] = position[row.token_slots]
 
     def record_epoch_end(self, position: View, source: int, old_weights: CurrentWeights) -> None:
         """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
@@ -99,9 +99,9 @@ class MixtureWeights:
         missing_weights = (weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names)
         return counts_tokens or any(missing_weights)
 
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
-        """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
-        rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
+    def earlier_parameters(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
+        """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses."""
+        rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_PARAMETERS_KEY, ())), saved)]
         rules_by_digest, digests = ({rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_SLOT]).tolist()})
         if not digests <= rules_by_digest.keys():
             raise DataStateError(_UNKNOWN_RULE_MESSAGE)
@@ -111,12 +111,12 @@ class MixtureWeights:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
         saved_rule, progress = from_json(saved), int(self.row.amounts_drawn(rows).max()) * self.shard[1]
         if self.rule.interpolate:
-            old_pieces, new_pieces = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
-            if old_pieces != new_pieces:
+            old_shares, new_shares = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
+            if old_shares != new_shares:
                 raise DataStateError(
                     f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
                     f"times their number, differ from those of the checkpoint: they were "
-                    f"{_describe_pieces(old_pieces, new_pieces)}, and are {_describe_pieces(new_pieces, old_pieces)}. "
+                    f"{_describe_shares(old_shares, new_shares)}, and are {_describe_shares(new_shares, old_shares)}. "
                     f"What has been drawn cannot change: give the saved keys up to there, and change those behind. "
                     f"With interpolate='linear' both keys around it count."
                 )
@@ -155,7 +155,7 @@ def _shares_until(rule: WeightRule, progress: int) -> list[tuple[int, dict[str, 
     Successive pieces with the same shares are one piece.
     """
     pieces: list[tuple[int, dict[str, float]]] = []
-    for begin, weights in zip(*rule.weight_pieces, strict=True):
+    for begin, weights in zip(*rule.weight_intervals, strict=True):
         total = sum(weights)
         shares = {name: round(weight / total, 9) for name, weight in zip(rule.sources, weights, strict=True) if weight}
         if begin <= progress and (not pieces or pieces[-1][1] != shares):
@@ -163,7 +163,7 @@ def _shares_until(rule: WeightRule, progress: int) -> list[tuple[int, dict[str, 
     return pieces
 
 
-def _describe_pieces(pieces: Iterable[Any], other_pieces: Sequence[Any]) -> str:
+def _describe_shares(pieces: Iterable[Any], other_pieces: Sequence[Any]) -> str:
     """Describe, for messages, up to three pieces that are in the first list of (progress, shares) and not in the other."""
     descriptions = [f"{shares} from {begin} on" for begin, shares in pieces if (begin, shares) not in other_pieces]
     return ", ".join(descriptions[:3]) or "nothing there"

@@ -112,11 +112,11 @@ class AlignedColumns:
         return padded_values
 
 
-class PerDocument(list[Any]):
+class PerDocValues(list[Any]):
     """List with one value for each document of a sample. A batch holds a list of these lists, which are not stacked."""
 
 
-class DocumentPayload:
+class PayloadColumns:
     """Columns with one value of any kind per document, and limits on what one sample may hold of them.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.form import MOST, Stage
+from rescale_data.nodes.form import MOST, Format
 
 LongDocumentRule: TypeAlias = Literal["split", "truncate", "drop"]
 DocPiece: TypeAlias = tuple[int, int, int]
@@ -20,19 +20,19 @@ LONG_COUNTERS = {"split": "split_documents", "truncate": "truncated_documents", 
 
 def pack_documents(
     documents: Sequence[DocPiece],
-    stages: Iterable[Stage],
+    formats: Iterable[Format],
     long: LongDocumentRule,
     multiple: int,
     payload_sizes: Mapping[str, Sequence[int]],
 ) -> tuple[list[list[DocPiece]], set[int]]:
     """Pack documents into samples; after a change of format within a window, pack the documents that are left anew.
 
-    The pieces that are left after the samples yielded in one form are packed again in the next. The last form is the present
-    one.
+    The pieces that are left after the samples yielded in one format are packed again in the next. The last format is the
+    present one.
 
     Args:
         documents: The whole documents, numbered from 0.
-        stages: The forms, each with the number of samples yielded in it.
+        formats: The formats, each with the number of samples yielded in it.
         long: As in `WholeDocumentPacker`.
         multiple: Each piece takes a multiple of this number of tokens.
         payload_sizes: By name, the size of each document's payload, which comes with its first piece.
@@ -41,20 +41,20 @@ def pack_documents(
         The pieces of each sample, and the numbers of the documents that are longer than a sample or exceed its limits.
     """
     pieces, too_long, samples = list(documents), set[int](), list[list[DocPiece]]()
-    for stage in stages:
-        limits = [(payload_sizes[name], limit) for name, limit in stage.limits.items()]
+    for fmt in formats:
+        limits = [(payload_sizes[name], limit) for name, limit in fmt.limits.items()]
         too_big = {doc for sizes, limit in limits for doc, size in enumerate(sizes) if size > limit}
         too_long |= {
-            doc for start, stop, doc in pieces if stop - start > stage.seq_len or (doc in too_big and stop > start)
+            doc for start, stop, doc in pieces if stop - start > fmt.seq_len or (doc in too_big and stop > start)
         }
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
-        pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
+        pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, fmt.seq_len, long)]
         extra = [([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
-        bins = best_fit([padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra)
+        bins = best_fit([padded_length(piece, multiple) for piece in pieces], fmt.seq_len, fmt.max_documents, extra)
         samples = [[pieces[item] for item in items] for items in bins]
-        if stage.num_samples_emitted:
-            pieces = sorted(piece for sample in samples[stage.num_samples_emitted :] for piece in sample)
+        if fmt.num_samples_emitted:
+            pieces = sorted(piece for sample in samples[fmt.num_samples_emitted :] for piece in sample)
     if len(samples) > MOST:
         raise ValueError(f"A window has {len(samples)} samples, the most are {MOST}. Give a smaller window.")
     return samples, too_long

@@ -30,7 +30,7 @@ IGNORED_LABEL = -100
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
 
 
-_UNTRAINED_SLOT, _CUT_SLOT = 0, 1
+_UNTRAINED_SLOT, _CUT_DOCUMENTS_SLOT = 0, 1
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
@@ -77,14 +77,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
         tensor([1, 2, 3, 0, 4, 5])
     """
 
-    OFFSET: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT_LIMITS),)
-    COUNTS: ClassVar[tuple[Field, ...]] = (counter("untrained"), counter("cut"))
+    OFFSET_FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT_LIMITS),)
+    MASK_COUNT_FIELDS: ClassVar[tuple[Field, ...]] = (counter("untrained"), counter("cut"))
     """Additional fields, before the offset, if there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
-    WITHIN = "document"
-    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
+    RESUME_UNIT = "document"
+    FORMAT: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
     written_columns: ColumnFormats = MappingProxyType({})
-    reveals_next: bool = False
+    reveals_next_token: bool = False
 
     @checks_argument_types
     def __init__(
@@ -106,7 +106,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         require_dtype(dtype, pad_id)
         output_names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self._aligned = AlignedColumns(columns, column, {*output_names, "labels", "doc_ids"}, type(self).__name__)
-        self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
+        self.FIELDS = (self.MASK_COUNT_FIELDS if self._aligned.has_mask else ()) + self.OFFSET_FIELDS
         super().__init__(source=source)
         child = self.children["source"]
         self._offset_slot = len(self.FIELDS) - 1
@@ -117,7 +117,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             **dict.fromkeys(output_names, (seq_len, DTYPES[dtype])),
             **{name: (seq_len, column_dtype) for name, column_dtype in self._aligned.dtypes.items()},
         }
-        self.reveals_next = labels or self._aligned.has_mask
+        self.reveals_next_token = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
         self._history: ParameterHistory = ()
         self._has_provenance = any(has_provenance(node) for _, node in child.walk())
@@ -128,27 +128,27 @@ class TokenPacker(Node[dict[str, Tensor]]):
             documents_of(child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)),
             self._special_tokens,
             tokens_per_sample=seq_len,
-            num_tokens_ahead=int(self.reveals_next),
+            num_tokens_ahead=int(self.reveals_next_token),
             repeat=self._repeat,
             draw_limit=EmptyDrawLimit(child, type(self).__name__),
         )
 
     def seek(self) -> None:
-        applies_changes = bool(changing_children(self)) and not self.reread
-        self.stream.bind(self.position[self._offset_slot :], applies_changes=applies_changes)
+        node_may_change = bool(changing_children(self)) and not self.reread
+        self.stream.bind(self.position[self._offset_slot :], node_may_change=node_may_change)
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Tensor]:
         return written_sample(self)
 
-    def write(self, buffer: BatchBuffer, place: int) -> None:
+    def write(self, buffer: BatchBuffer, row_index: int) -> None:
         if self._is_epoch_over:
             raise StopIteration
         offset, special_tokens = self.position[self._offset_slot], self._special_tokens
         documents = self.stream.documents_left() if self._draws_one_by_one else EMPTY_SPANS
-        tokens = buffer.row("tokens", place)
-        labels = buffer.row("labels", place) if self.labels else None
-        doc_ids = buffer.row("doc_ids", place) if self.doc_ids else None
+        tokens = buffer.row("tokens", row_index)
+        labels = buffer.row("labels", row_index) if self.labels else None
+        doc_ids = buffer.row("doc_ids", row_index) if self.doc_ids else None
         num_ready = self.stream.draw_sample(tokens, labels, doc_ids)
         num_sample_tokens = min(num_ready, self.seq_len)
         if self._aligned.has_mask:
@@ -161,7 +161,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._pad(num_sample_tokens, tokens, labels, doc_ids)
         if self._aligned:
             values = self._aligned.values_in_range(documents, offset, num_ready, special_tokens)
-            self._write_values(buffer, place, values, num_sample_tokens)
+            self._write_values(buffer, row_index, values, num_sample_tokens)
         if self._has_provenance:
             sample_documents = special_tokens.documents_within(documents, offset + num_sample_tokens)
             if lines := provenance_of(sample_documents.document_values()):
@@ -201,14 +201,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         counters = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._history, samples, self.seq_len)}
         if self._offset_slot:
-            mask_counts = rows[:, [_UNTRAINED_SLOT, _CUT_SLOT]].sum(0).tolist()
+            mask_counts = rows[:, [_UNTRAINED_SLOT, _CUT_DOCUMENTS_SLOT]].sum(0).tolist()
             counters |= {"untrained_documents": float(mask_counts[0]), "cut_documents": float(mask_counts[1])}
         return counters
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._history = history
 
-    def reform(self, rows: Ints) -> None:
+    def convert_sample_format(self, rows: Ints) -> None:
         """Do nothing: positions of this packer do not depend on ``seq_len`` or its other output options."""
 
     def _count_documents(self, documents: Spans, offset: int, num_tokens: int) -> None:
@@ -216,7 +216,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         document_ends = np.cumsum(self._special_tokens.lengths(documents))
         num_ended = int(document_ends.searchsorted(offset + num_tokens, side="right"))
         self.position[_UNTRAINED_SLOT] += self._aligned.num_untrained(documents[:num_ended])
-        self.position[_CUT_SLOT] += self.position[self._offset_slot] > 0 and (num_ended > 0 or not offset)
+        self.position[_CUT_DOCUMENTS_SLOT] += self.position[self._offset_slot] > 0 and (num_ended > 0 or not offset)
 
     def _write_values(self, buffer: BatchBuffer, batch_row: int, values: ColumnArrays, num_sample_tokens: int) -> None:
         """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""

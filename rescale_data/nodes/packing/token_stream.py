@@ -9,7 +9,7 @@ from weakref import ref
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
-from rescale_data.nodes.changing import apply_changes_at, has_pending_change, is_on_blocklist, skip_blocked_rows
+from rescale_data.nodes.changing import apply_changes_at, is_node_change_due, is_on_blocklist, skip_blocked_rows
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
@@ -58,14 +58,14 @@ class TokenStream:
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
 
-    def bind(self, position: View, *, applies_changes: bool) -> None:
+    def bind(self, position: View, *, node_may_change: bool) -> None:
         """Continue from ``position``; each draw then updates this array in place.
 
         Args:
             position: An offset in a document, and the position of the documents.
-            applies_changes: True if changes between segments take effect at the beginning of a document (`apply_changes_at`).
+            node_may_change: True if changes between segments take effect at the beginning of a document (`apply_changes_at`).
         """
-        self._position, self._applies_changes = position, applies_changes
+        self._position, self._node_may_change = position, node_may_change
         self._num_documents_read = self._num_tokens_read = 0  # documents, and the tokens they had
         self._forget_queue()
 
@@ -104,7 +104,7 @@ class TokenStream:
         queue = self.queue
         if (
             queue is None
-            or self._applies_changes
+            or self._node_may_change
             or queue.left > self._num_after_read // _REFILL_DIVISOR
             or self._num_after_read < _REFILL_DIVISOR * self._num_tokens_needed
         ):
@@ -132,23 +132,23 @@ class TokenStream:
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
         queue = TokenQueue(self._special_tokens, self._position, lambda: _forget_stream_queue(stream_ref))
-        position_before = copy_of(queue.reach)
+        position_before = copy_of(queue.end_position)
         if not self._position[0]:  # so that the position points at the first document itself
-            skip_blocked_rows(self._source, queue.reach)
-        if queue.reach != position_before:
-            queue.append(Spans.position_only(position_before, queue.reach))
+            skip_blocked_rows(self._source, queue.end_position)
+        if queue.end_position != position_before:
+            queue.append(Spans.position_update_only(position_before, queue.end_position))
         return queue
 
     def _extend(self, queue: TokenQueue, num_tokens: int) -> None:
         """Append documents to a token queue until it has ``num_tokens`` tokens left, or the epoch ends."""
-        position = queue.reach
+        position = queue.end_position
         num_epochs = num_empty = 0
         queue.nbytes = position.nbytes
         while queue.left < num_tokens:
-            must_wait = queue.left < 0  # within a document, which goes on as it began
-            if self._applies_changes and not must_wait:
-                must_wait = self._apply_changes(queue)
-            max_documents = 1 if self._applies_changes and must_wait else self._num_documents(num_tokens - queue.left)
+            is_deferred = queue.left < 0  # within a document, which goes on as it began
+            if self._node_may_change and not is_deferred:
+                is_deferred = self._change_nodes(queue)
+            max_documents = 1 if self._node_may_change and is_deferred else self._num_documents(num_tokens - queue.left)
             spans = self._documents.read(position, max_documents)
             if not len(spans):
                 if not self._repeat:
@@ -167,25 +167,25 @@ class TokenStream:
 
     def _num_documents(self, num_tokens: int) -> int:
         """Return the number of documents to request for ``num_tokens`` tokens; a low estimate if documents are costly."""
-        if not self._documents.is_costly:
+        if not self._documents.is_costly_to_read:
             return UNLIMITED_DOCUMENTS
         num_needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
         return max(1, self._num_documents_read // _READ_AHEAD_DIVISOR + min(num_needed, self._num_documents_read))
 
-    def _apply_changes(self, queue: TokenQueue) -> bool:
+    def _change_nodes(self, queue: TokenQueue) -> bool:
         """Apply changes between segments (weights, blocklist) at the end of the queue; true if one must wait for a document."""
-        position_before = copy_of(queue.reach)
-        apply_changes_at(self._source, queue.reach)
-        skip_blocked_rows(self._source, queue.reach)
-        if queue.reach != position_before:
-            queue.append(Spans.position_only(position_before, queue.reach))
-        return has_pending_change(self._source, queue.reach)
+        position_before = copy_of(queue.end_position)
+        apply_changes_at(self._source, queue.end_position)
+        skip_blocked_rows(self._source, queue.end_position)
+        if queue.end_position != position_before:
+            queue.append(Spans.position_update_only(position_before, queue.end_position))
+        return is_node_change_due(self._source, queue.end_position)
 
     def _skip_epoch_end(self, position: View, num_epochs: int) -> Spans:
         limit_empty_epochs(num_epochs)
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)
-        return Spans.position_only(position, next_position)
+        return Spans.position_update_only(position, next_position)
 
 
 def _forget_stream_queue(stream_ref: ref[TokenStream]) -> None:

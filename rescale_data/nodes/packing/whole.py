@@ -17,8 +17,8 @@ from rescale_data.nodes.below import is_endless, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import documents_of
-from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, ParameterHistory, Stage, begin_form, num_tokens, stages
-from rescale_data.nodes.packing.columns import MASK, AlignedColumns, DocumentPayload
+from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, Format, ParameterHistory, begin_format, formats, num_tokens
+from rescale_data.nodes.packing.columns import MASK, AlignedColumns, PayloadColumns
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
 from rescale_data.nodes.packing.window import Window
@@ -90,16 +90,16 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         [[1, 2, 3, 7, 8], [4, 5, 6, 0, 0]]
     """
 
-    PACKED: ClassVar[tuple[Field, ...]] = (
+    PACKING_FIELDS: ClassVar[tuple[Field, ...]] = (
         Field(("emitted",), limits=(0, 2**63 - 1)),
         counter("padding"),
         counter("long"),
     )
     READS_AHEAD: ClassVar[bool] = True
-    WITHIN = "window"
-    UNTRAINED: ClassVar[tuple[Field, ...]] = (counter("untrained"),)
+    RESUME_UNIT = "window"
+    UNTRAINED_FIELDS: ClassVar[tuple[Field, ...]] = (counter("untrained"),)
     """Additional field if there is a loss mask."""
-    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
+    FORMAT: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
     written_columns: ColumnFormats = MappingProxyType({})
 
     @checks_argument_types
@@ -131,9 +131,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
         self._aligned = AlignedColumns(columns, column, reserved, name)
-        self._payload = DocumentPayload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
+        self._payload = PayloadColumns(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
-        self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
+        self.FIELDS = self.PACKING_FIELDS + (self.UNTRAINED_FIELDS if self._aligned.has_mask else ())
         super().__init__(source=source)
         self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
         self.long, self.labels, self.dtype = long, labels, dtype
@@ -164,11 +164,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def next(self) -> dict[str, Any]:
         return written_sample(self)
 
-    def write(self, buffer: BatchBuffer, place: int) -> None:
+    def write(self, buffer: BatchBuffer, row_index: int) -> None:
         window = self._current_window()
         sample_number = self.position[_EMITTED_SLOT] & MOST
         self._to_next_sample(window)
-        window.write_row(buffer, place, sample_number, self.pad_id)
+        window.write_row(buffer, row_index, sample_number, self.pad_id)
 
     def skip(self, num_samples: int) -> int:
         bind_once(self)
@@ -197,8 +197,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._history = history
 
-    def reform(self, rows: Ints) -> None:
-        begin_form(rows[:, _EMITTED_SLOT])
+    def convert_sample_format(self, rows: Ints) -> None:
+        begin_format(rows[:, _EMITTED_SLOT])
 
     # Windows
 
@@ -248,8 +248,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         spans = self._read_window(position)
         if not len(spans):
             return None
-        stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._new_window(spans, list(stages(self.position[_EMITTED_SLOT], self._history, stage)), position)
+        present = Format(self.seq_len, self.max_documents, self._payload.limits)
+        return self._new_window(spans, list(formats(self.position[_EMITTED_SLOT], self._history, present)), position)
 
     def _read_window(self, position: View) -> Spans:
         """Return the documents of one window, read from ``position``, which moves to the end of the window."""

@@ -11,20 +11,20 @@ import numpy.typing as npt
 
 from rescale_data.nodes.base import View
 from rescale_data.nodes.batch_buffer import BatchBuffer
-from rescale_data.nodes.form import Stage
-from rescale_data.nodes.packing.columns import MASK, AlignedColumns, DocumentPayload, PerDocument, payload_size
+from rescale_data.nodes.form import Format
+from rescale_data.nodes.packing.columns import MASK, AlignedColumns, PayloadColumns, PerDocValues, payload_size
 from rescale_data.nodes.packing.fit import DocPiece, LongDocumentRule, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.sources.decoded.cache import DerivedValue
+from rescale_data.sources.decoded.cache import CostlyValue
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 
 _BYTES_OF_A_PIECE = 250
 
 
-class Window(DerivedValue):
+class Window(CostlyValue):
     """Successive documents that are packed together, and the samples into which they were packed.
 
     Args:
@@ -34,7 +34,7 @@ class Window(DerivedValue):
         aligned: Columns alongside the tokens.
         payload: Columns that documents carry along.
         spans: The documents.
-        stages: The formats in which they are packed in turn (`pack_documents`); the last is the present one.
+        formats: The formats in which they are packed in turn (`pack_documents`); the last is the present one.
         end_position: The position of the source after the documents.
 
     Attributes:
@@ -50,9 +50,9 @@ class Window(DerivedValue):
         long: LongDocumentRule,
         pad_multiple: int,
         aligned: AlignedColumns,
-        payload: DocumentPayload,
+        payload: PayloadColumns,
         spans: Spans,
-        stages: Sequence[Stage],
+        formats: Sequence[Format],
         end_position: View,
     ) -> None:
         self.end_position, self._pad_multiple = end_position, pad_multiple
@@ -61,12 +61,12 @@ class Window(DerivedValue):
         documents = [(start, stop, number) for number, (start, stop) in enumerate(pairwise(self._token_starts))]
         self._payload = payload.collect_payload(spans)
         payload_sizes = {name: [payload_size(value) for value in values] for name, values in self._payload.items()}
-        self.samples, too_long = pack_documents(documents, stages, long, pad_multiple, payload_sizes)
+        self.samples, too_long = pack_documents(documents, formats, long, pad_multiple, payload_sizes)
         self.num_long_docs, self.num_untrained_docs = len(too_long), 0
         self._column_values = aligned.concatenate(spans, special_tokens) if aligned else {}
         if (learned := self._column_values.get(MASK)) is not None:
             packed = [document for document in documents if long != "drop" or document[2] not in too_long]
-            self.num_untrained_docs = num_untrained(packed, stages[-1].seq_len, long, learned)
+            self.num_untrained_docs = num_untrained(packed, formats[-1].seq_len, long, learned)
         self._provenance = provenance_of(spans.document_values())
         column_bytes = memory_bytes_of((self._column_values, self._payload))
         num_objects = sum(map(len, self.samples)) + len(self._provenance)
@@ -103,7 +103,7 @@ class Window(DerivedValue):
             buffer.add(PROVENANCE, join_provenance(self._provenance[document] for _, _, document in pieces))
         for name, values in self._payload.items():
             begins = [(document, start == self._token_starts[document]) for start, _, document in pieces]
-            buffer.add(name, PerDocument(values[document] if is_first else None for document, is_first in begins))
+            buffer.add(name, PerDocValues(values[document] if is_first else None for document, is_first in begins))
 
     def _pad_pieces(self, values: npt.NDArray[Any], pieces: list[DocPiece], fill: int) -> npt.NDArray[Any]:
         """Return the values of pieces, concatenated, each padded with ``fill`` to its length in a sample."""

@@ -23,7 +23,7 @@ class DocumentReader(Protocol):
     """
 
     @property
-    def is_costly(self) -> bool:
+    def is_costly_to_read(self) -> bool:
         """True if each document costs a row or a call of a user's function, so that no more should be requested than needed."""
         ...
 
@@ -59,4 +59,4 @@ class TextReader:
         return self._source.texts(self._column, rows if unblocked is None else rows[unblocked], share), moves
 
     def begin_next_epoch(self, position: memoryview) -> None:
-        self._reader.begin_unblocked_epoch(position)
+        self._reader.begin_epoch_at_unblocked_row(position)

@@ -1,4 +1,4 @@
-/* The draws of a mixture. By tokens: the same as `rescale_data.nodes.mixture.lengths.TokenArcs`, with the same numbers, in wider
+/* The draws of a mixture. By tokens: the same as `rescale_data.nodes.mixture.lengths.TokenWeightArcs`, with the same numbers, in wider
  * integers; tests compare both. And the order of the drawn documents, for `rescale_data.nodes.reading.gather`. A part of `kernel.c`. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000

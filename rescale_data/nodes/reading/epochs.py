@@ -16,7 +16,7 @@ from rescale_data.state import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class EpochView:
+class DataVersion:
     """Contents of a source from a given epoch on: all of its fragments, or some if files were added later.
 
     Args:
@@ -33,11 +33,11 @@ class EpochView:
 
 
 @lru_cache(maxsize=1024)
-def whole_source_views(num_rows: int) -> Sequence[EpochView]:
-    return (EpochView(0, num_rows),)
+def single_version(num_rows: int) -> Sequence[DataVersion]:
+    return (DataVersion(0, num_rows),)
 
 
-_SINCE_FIRST_EPOCH = [0]
+_FROM_FIRST_EPOCH = [0]
 
 
 class ShardEpochs:
@@ -45,45 +45,47 @@ class ShardEpochs:
 
     Args:
         shard: The logical shard.
-        views: Contents of the source, in the order of their first epochs.
-        steps: Given if the order is the order of the source, global batch by global batch.
+        versions: Contents of the source, in the order of their first epochs.
+        order: Given if the order is the order of the source, global batch by global batch.
     """
 
-    __slots__ = ("batch_order", "shard", "view_start_epochs", "views")
+    __slots__ = ("batch_order", "shard", "version_starts", "versions")
 
-    def __init__(self, shard: Shard, views: Sequence[EpochView], steps: GlobalBatchOrder | None = None) -> None:
-        self.shard, self.views, self.batch_order = shard, views, steps
-        self.view_start_epochs = _SINCE_FIRST_EPOCH if len(views) == 1 else [view.since_epoch for view in views]
+    def __init__(self, shard: Shard, versions: Sequence[DataVersion], order: GlobalBatchOrder | None = None) -> None:
+        self.shard, self.versions, self.batch_order = shard, versions, order
+        self.version_starts = _FROM_FIRST_EPOCH if len(versions) == 1 else [version.since_epoch for version in versions]
 
     @property
     def is_growing(self) -> bool:
         """True if later epochs of the source have other contents, because files were added."""
-        return len(self.views) > 1
+        return len(self.versions) > 1
 
     @property
     def is_small(self) -> bool:
         """True if the source has fewer rows than there are logical shards, in at least one epoch."""
-        return any(view.num_rows < self.shard.num_logical_shards for view in self.views)
+        return any(version.num_rows < self.shard.num_logical_shards for version in self.versions)
 
-    def view(self, epoch: int) -> EpochView:
-        """Return the contents of the source in an epoch, as an `EpochView`."""
-        return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.view_start_epochs, epoch) - 1]
+    def version(self, epoch: int) -> DataVersion:
+        """Return the contents of the source in an epoch, as a `DataVersion`."""
+        return (
+            self.versions[0] if len(self.versions) == 1 else self.versions[bisect_right(self.version_starts, epoch) - 1]
+        )
 
-    def shard_range_index(self, epoch: int, shard: int) -> int:
+    def row_range_of_shard(self, epoch: int, shard: int) -> int:
         """Return the index of the range of rows that a shard reads in an epoch."""
-        view = self.view(epoch)
-        if self.batch_order is not None or view.num_rows >= self.shard.num_logical_shards:
+        version = self.version(epoch)
+        if self.batch_order is not None or version.num_rows >= self.shard.num_logical_shards:
             return shard
-        return row_range_index(shard, epoch, *self.round_args(view))
+        return row_range_index(shard, epoch, *self.range_args(version))
 
     def next_epoch(self, epoch: int, shard: int = -1) -> int:
         """Return the epoch after ``epoch``; in an endless stream, the next epoch in which the shard has a row."""
         epoch, shard = epoch + 1, self.shard.index if shard < 0 else shard
         if not self.shard.repeat:
             return epoch
-        for view, stop in zip(self.views, self._stops(), strict=True):
+        for version, stop in zip(self.versions, self._stop_epochs(), strict=True):
             if epoch < stop:
-                candidate = next_epoch_with_rows(shard, max(epoch, view.since_epoch), *self.round_args(view))
+                candidate = next_epoch_with_rows(shard, max(epoch, version.since_epoch), *self.range_args(version))
                 if candidate < stop:
                     return candidate
         raise AssertionError
@@ -91,7 +93,7 @@ class ShardEpochs:
     def continues_round(self, epoch: int) -> bool:
         """True if reading continues past the end of this epoch, since the source has fewer rows than logical shards."""
         n = self.shard.num_logical_shards
-        is_small = self.shard.repeat and self.view(epoch).num_rows < n
+        is_small = self.shard.repeat and self.version(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
 
     def shuffle_key(self, epoch: int) -> int:
@@ -101,7 +103,7 @@ class ShardEpochs:
         row once in a round.
         """
         n = self.shard.num_logical_shards
-        return epoch if self.view(epoch).num_rows >= n else epoch // n
+        return epoch if self.version(epoch).num_rows >= n else epoch // n
 
     def num_rows(self, first_epoch: int, stop: int, shard: int) -> int:
         """Return the number of rows of a shard in the epochs ``first_epoch .. stop - 1``."""
@@ -124,7 +126,9 @@ class ShardEpochs:
         if not (self.shard.repeat and num_epoch_rows):
             return num_epoch_rows, self.next_epoch(epoch, shard)
         starts = [
-            v.since_epoch for v, end in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and end > epoch
+            v.since_epoch
+            for v, end in zip(self.versions, self._stop_epochs(), strict=True)
+            if v.num_rows >= n and end > epoch
         ]
         stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
@@ -140,7 +144,7 @@ class ShardEpochs:
             shard: Index of the shard.
         """
         num_epochs = 1
-        if self.is_small and not (self.shard.repeat and self.views[-1].num_rows):
+        if self.is_small and not (self.shard.repeat and self.versions[-1].num_rows):
             return epoch, 0
         while self.num_rows(epoch, epoch + num_epochs, shard) < num_rows:
             num_epochs *= 2
@@ -154,19 +158,19 @@ class ShardEpochs:
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
         total = np.zeros_like(epochs)
-        for v, stop in zip(self.views, self._stops(), strict=True):
+        for v, stop in zip(self.versions, self._stop_epochs(), strict=True):
             clipped = np.clip(epochs, v.since_epoch, stop)
             if self.batch_order is not None:
                 total += (clipped - v.since_epoch) * self.batch_order.shard_row_counts(shards, v.num_rows)
                 continue
             since = np.full_like(epochs, v.since_epoch)
-            total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))
+            total += rows_before(shards, clipped, *self.range_args(v)) - rows_before(shards, since, *self.range_args(v))
         return total
 
-    def round_args(self, view: EpochView) -> tuple[int, int, int]:
+    def range_args(self, version: DataVersion) -> tuple[int, int, int]:
         """Return the arguments common to the functions of `rescale_data.rounds`: rows, logical shards and seed."""
-        return view.num_rows, self.shard.num_logical_shards, self.shard.seed
+        return version.num_rows, self.shard.num_logical_shards, self.shard.seed
 
-    def _stops(self) -> list[int]:
-        """Return, for each `EpochView`, the first epoch after it."""
-        return [*self.view_start_epochs[1:], int(np.iinfo(np.int64).max)]
+    def _stop_epochs(self) -> list[int]:
+        """Return, for each `DataVersion`, the first epoch after it."""
+        return [*self.version_starts[1:], int(np.iinfo(np.int64).max)]

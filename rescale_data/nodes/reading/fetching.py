@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from rescale_data.nodes.reading.rows import WindowPlan
 from rescale_data.nodes.reading.share import ShardRowRanges
-from rescale_data.sources.decoded.cache import DerivedValue, cache, cache_share, owner_id
+from rescale_data.sources.decoded.cache import CostlyValue, cache, cache_share, owner_id
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
@@ -47,7 +47,7 @@ class FragmentPrefetcher:
             self._source.prepare(column, fragment, share)
 
 
-class Chunk(DerivedValue):
+class Chunk(CostlyValue):
     """Rows that were fetched and are not used yet, and an error for each row that could not be read."""
 
     def __init__(self, samples: dict[int, Any], errors: dict[int, Exception]) -> None:

@@ -15,14 +15,14 @@ from rescale_data.nodes.reading.lent import ReadyDocuments, SharedFragment, copy
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
-from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block, served_shards
+from rescale_data.sources.decoded.interest import DOC_BLOCK_PARTS, num_sources_and_shards, room_for_block, served_shards
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-_MAX_BYTES_FACTOR = 4
+_MAX_COPY_FACTOR = 4
 _NUM_FRAGMENTS_AHEAD = 2  # further fragments that need room if decoding is costly
 
 
@@ -90,7 +90,7 @@ class FragmentDocuments:
         self._block_key = (self._source_key, "block", *reader.key)
         self._share: ShardRowRanges | None = None
 
-    is_costly = False
+    is_costly_to_read = False
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         next_position = copy_of(position)
@@ -112,7 +112,7 @@ class FragmentDocuments:
             block = self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room)
             return self._take(block, epoch, row, max_documents)
         rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_copied_at_once))]
-        return _limit_bytes(self._bytes_copied_at_once * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
+        return _limit_bytes(self._bytes_copied_at_once * _MAX_COPY_FACTOR, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> DocBlock:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
@@ -120,10 +120,10 @@ class FragmentDocuments:
         rows = next(windows)[:num_rows]
         while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
             rows = np.concatenate([rows, next_rows])
-        stops = [len(rows) * part // PARTS_PER_BLOCK for part in range(1, PARTS_PER_BLOCK + 1)]
+        stops = [len(rows) * part // DOC_BLOCK_PARTS for part in range(1, DOC_BLOCK_PARTS + 1)]
         block_parts = self._copy(rows, stops, self._decoder)
         byte_ends = np.cumsum([part.nbytes for part in block_parts])
-        return DocBlock(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_BYTES_FACTOR * num_bytes)))])
+        return DocBlock(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_COPY_FACTOR * num_bytes)))])
 
     def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
@@ -151,9 +151,9 @@ class FragmentDocuments:
             return None
         self._share = self._reader.share(epoch)
         runs, row_arrays = list[tuple[int, int, int]](), list[Ints]()
-        if self._reader.is_outdated(position):
+        if self._reader.is_old_position(position):
             return None
-        while num_left and self._share is None and self._reader.advances_by_one(epoch):
+        while num_left and self._share is None and self._reader.row_advances_by_one(epoch):
             if row < self._reader.rows.num_epoch_rows(epoch):
                 row_arrays.append(self._reader.rows_from(epoch, row)[:num_left])
                 runs.append((epoch, row, len(row_arrays[-1])))
@@ -189,7 +189,7 @@ class FragmentDocuments:
         return self._fit_in_cache(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
 
     def begin_next_epoch(self, position: memoryview) -> None:
-        self._reader.begin_unblocked_epoch(position)
+        self._reader.begin_epoch_at_unblocked_row(position)
 
     def _copy(self, rows: Ints, part_stops: Sequence[int], source_to_release: TokenSource | None = None) -> list[Spans]:
         """Copy documents in groups that end at the given stops; return for each group a `Spans` with arrays of its own.

@@ -18,7 +18,7 @@ from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.reading.extension import kernel
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans, TokenArray
 from rescale_data.order import FragmentOrder, ShardOrder
-from rescale_data.sources.decoded.cache import ReferencedValue
+from rescale_data.sources.decoded.cache import ReferencedCostlyValue
 from rescale_data.state import Ints
 
 IntRows: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -73,7 +73,7 @@ class SpecialTokens:
         return spans[: int(np.cumsum(self.lengths(spans)).searchsorted(num_tokens)) + 1]
 
 
-class TokenQueue(kernel.TokenQueue, ReferencedValue):
+class TokenQueue(kernel.TokenQueue, ReferencedCostlyValue):
     """Documents from which `fill` draws samples. A draw advances the position that the queue was made with.
 
     Args:
@@ -83,11 +83,11 @@ class TokenQueue(kernel.TokenQueue, ReferencedValue):
 
     Attributes:
         nbytes: Bytes that the queue keeps alive, set by the caller of `append`.
-        reach: The position behind all of its documents, without the offset.
+        end_position: The position behind all of its documents, without the offset.
         left: Number of tokens not drawn yet; negative if the position is within a document that has not been appended yet.
     """
 
-    __slots__ = ("nbytes", "on_dropped", "reach")
+    __slots__ = ("end_position", "nbytes", "on_dropped")
 
     def __new__(
         cls, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None] = lambda: None
@@ -95,7 +95,7 @@ class TokenQueue(kernel.TokenQueue, ReferencedValue):
         end_position = np.array(position[1:], dtype=np.int64).data
         bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
         queue = super().__new__(cls, position, end_position, bos, eos)
-        queue.on_dropped, queue.reach, queue.nbytes = on_drop, end_position, 0
+        queue.on_dropped, queue.end_position, queue.nbytes = on_drop, end_position, 0
         return queue
 
     def append(self, spans: Spans) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -134,16 +134,16 @@ def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | N
         raise
 
 
-def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
+def rows_of_window(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
     """Return ``order.rows(epoch, row, fragments)``, computed in C if the rows are permuted in windows."""
     if order.permutes_all_rows or not order.window:
         return order.rows(epoch, row, fragments)
     first_row, stop_row = order.window_bounds(row)
     rows = np.empty(stop_row - first_row, dtype=np.int64)
-    virtual, first_rows = None, None
+    starts, row_starts = None, None
     if fragments is not None:
-        virtual, first_rows = np.ascontiguousarray(fragments.virtual_starts), np.ascontiguousarray(fragments.first)
-    kernel.permute(order.range_start + first_row, order.permutation_key(epoch, first_row), virtual, first_rows, rows)
+        starts, row_starts = np.ascontiguousarray(fragments.starts_in_order), np.ascontiguousarray(fragments.first)
+    kernel.permute(order.shard_start + first_row, order.permutation_key(epoch, first_row), starts, row_starts, rows)
     return rows
 
 
@@ -188,7 +188,7 @@ def interleave_documents(
         spans: The next documents of all these sources, source by source, with moves of the mixture's row.
         first_indices: Index in ``spans`` of the first document of each source.
         num_drawn: Number of draws before these.
-        counts_by_slot: The result of `MixtureRow.counts_at`: first slot and values of the numbers of documents, and by tokens
+        counts_by_slot: The result of `MixtureRow.slot_counts`: first slot and values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
     moves, num_draws = spans.moves, len(sources)

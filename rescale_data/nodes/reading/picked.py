@@ -37,7 +37,7 @@ class EditedDocuments:
         self._documents, self._find_pieces, self._draw_limit = documents, pieces, draw_limit
         self._slots = slots
 
-    is_costly = True
+    is_costly_to_read = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         self._source_position = np.array(position[_NUM_OWN_SLOTS:]).data
@@ -79,7 +79,9 @@ class EditedDocuments:
         _, next_piece, document, first_token, stop_token = values.T
         skipped_updates = PositionUpdates.between(position[_NUM_OWN_SLOTS:], self._source_position)
         passed_documents = document + (next_piece == 0)
-        source_updates = PositionUpdates.join([skipped_updates, spans.moves]).merge_groups(1 + passed_documents)
+        source_updates = PositionUpdates.join([skipped_updates, spans.moves]).merge_document_groups(
+            1 + passed_documents
+        )
         node_updates = PositionUpdates.of(self._slots, values[:, : len(self._slots)])
         picked = Spans(
             spans.arrays,

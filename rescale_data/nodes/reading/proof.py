@@ -34,7 +34,7 @@ class RowDigestChecker:
         stop = min(row + num_rows, self._reader.rows.num_epoch_rows(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
-            first_row, sums = plan.first_row, plan.hash_sums
+            first_row, sums = plan.first_row, plan.row_hash_sums
             stop_index = min(stop - first_row, len(sums) - 1)
             digest, row = digest + sums[stop_index] - sums[row - first_row], first_row + stop_index
         return digest & _DIGEST_MASK
@@ -42,7 +42,7 @@ class RowDigestChecker:
     def digests_after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
         """Return ``int64[num_rows]``, the digest after each of the next ``num_rows`` rows, which lie in one window."""
         plan = self._reader.plan(epoch, row)
-        sums = np.asarray(plan.hash_sums)[row - plan.first_row :][: num_rows + 1]
+        sums = np.asarray(plan.row_hash_sums)[row - plan.first_row :][: num_rows + 1]
         return ((sums[1:] - sums[0] + np.uint64(digest)) & np.uint64(_DIGEST_MASK)).astype(np.int64)
 
     def check(self, epoch: int, row: int, digest: int) -> None:

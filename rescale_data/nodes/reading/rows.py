@@ -12,8 +12,8 @@ from weakref import ref
 
 import numpy as np
 
-from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source_views
-from rescale_data.nodes.reading.gather import rows_around
+from rescale_data.nodes.reading.epochs import DataVersion, ShardEpochs, single_version
+from rescale_data.nodes.reading.gather import rows_of_window
 from rescale_data.nodes.reading.proof import running_hash_sums
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.order import FragmentOrder, GlobalBatchOrder, ShardOrder, encipher, permuted_fragments
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
 DEFAULT_WINDOW_ROWS = 1024
-_NO_HASH_SUMS = memoryview(b"")
+_NO_ROW_HASH_SUMS = memoryview(b"")
 _shard_order = lru_cache(maxsize=1024)(ShardOrder)
 _PLAN_OVERHEAD_BYTES = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 reader_numbers = itertools.count()
@@ -40,7 +40,7 @@ class WindowPlan(EvictionListener):
         epoch: The epoch.
         first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
-        hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
+        row_hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
         unblocked: ``int64[k]``, the indices of the rows that are not left out, ascending; `None` for all rows.
         reader: The reader, if it still exists: its `drop_order` is called when the cache drops the plan. The cache keeps
             neither the reader nor its source alive.
@@ -49,14 +49,14 @@ class WindowPlan(EvictionListener):
     epoch: int
     first_row: int
     rows: Ints
-    hash_sums: memoryview
+    row_hash_sums: memoryview
     unblocked: memoryview | None
     reader: ref[Reader]
 
     @property
     def nbytes(self) -> int:
         unblocked_bytes = 0 if self.unblocked is None else self.unblocked.nbytes
-        return self.rows.nbytes + self.hash_sums.nbytes + unblocked_bytes + _PLAN_OVERHEAD_BYTES
+        return self.rows.nbytes + self.row_hash_sums.nbytes + unblocked_bytes + _PLAN_OVERHEAD_BYTES
 
     def unblocked_indices(self, first: int, stop: int) -> Ints:
         """Return the indices from ``first`` to ``stop - 1`` whose rows are not left out."""
@@ -90,8 +90,8 @@ class ShardRows(ShardEpochs):
 
     def __init__(self, reader: Reader) -> None:
         source, shard, shuffle = reader.source, reader.shard, reader.shuffle
-        steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if reader.by_global_batch else None
-        super().__init__(shard, reader.epoch_views or whole_source_views(source.num_rows), steps)
+        order = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if reader.by_global_batch else None
+        super().__init__(shard, reader.versions or single_version(source.num_rows), order)
         self._source, self._blocklist = source, reader.blocklist
         self.permutes_all_rows = shuffle is True and source.fragments is None
         self.window = 0 if self.permutes_all_rows else _to_window_rows(shuffle)
@@ -108,8 +108,8 @@ class ShardRows(ShardEpochs):
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
         return _shard_order(
-            num_rows=self.view(epoch).num_rows,
-            range_index=self.shard_range_index(epoch, self.shard.index if shard < 0 else shard),
+            num_rows=self.version(epoch).num_rows,
+            row_range_index=self.row_range_of_shard(epoch, self.shard.index if shard < 0 else shard),
             num_logical_shards=self.shard.num_logical_shards,
             seed=self.shard.seed,
             window=self.window,
@@ -128,7 +128,7 @@ class ShardRows(ShardEpochs):
     def new_plan(self, epoch: int, row: int) -> WindowPlan:
         """Compute the plan of the window around ``row``, and keep it as long as the cache has room for it."""
         rows = self.window_rows(epoch, row)
-        sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_HASH_SUMS
+        sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_ROW_HASH_SUMS
         unblocked = None if self._blocklist is None else self._blocklist.unblocked_indices(rows)
         plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, unblocked, self._reader)
         cache().put(self._plan_key, plan)
@@ -150,10 +150,10 @@ class ShardRows(ShardEpochs):
 
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
-        order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
+        order, num_rows = self.order(epoch, shard), self.version(epoch).num_rows
         if self.permutes_all_rows and num_rows < self.shard.num_logical_shards:
-            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual_rows(*order.window_bounds(row))]
-        return rows_around(order, self.shuffle_key(epoch), row, self.fragment_order(epoch))
+            return self._round_order(num_rows, self.shuffle_key(epoch))[order.rows_in_order(*order.window_bounds(row))]
+        return rows_of_window(order, self.shuffle_key(epoch), row, self.fragment_order(epoch))
 
     def _round_order(self, num_rows: int, round_number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
@@ -197,10 +197,10 @@ class ShardRows(ShardEpochs):
 
     def to_epoch_rows(self, epoch: int, rows: Ints) -> Ints:
         """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""
-        fragments, view = self._source.fragments, self.view(epoch)
-        if fragments is None or view.fragments is None:
+        fragments, version = self._source.fragments, self.version(epoch)
+        if fragments is None or version.fragments is None:
             return rows
-        fragment_starts, fragment_lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
+        fragment_starts, fragment_lengths = fragments[:-1][version.fragments], np.diff(fragments)[version.fragments]
         fragment_index = np.searchsorted(fragment_starts, rows, side="right") - 1
         return rows - fragment_starts[fragment_index] + (np.cumsum(fragment_lengths) - fragment_lengths)[fragment_index]
 
@@ -221,23 +221,25 @@ class ShardRows(ShardEpochs):
         if fragments is None or self.batch_order is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
-        range_shift = self.shard_range_index(epoch, shard) - shard
-        order, fragments_hash = self.fragment_order(epoch), self.view(epoch).fragments_hash
-        return ShardRowRanges(self.shard, epoch, fragments, order, self._source_key, shard, range_shift, fragments_hash)
+        row_range_shift = self.row_range_of_shard(epoch, shard) - shard
+        order, fragments_hash = self.fragment_order(epoch), self.version(epoch).fragments_hash
+        return ShardRowRanges(
+            self.shard, epoch, fragments, order, self._source_key, shard, row_range_shift, fragments_hash
+        )
 
     def fragment_order(self, epoch: int) -> FragmentOrder | None:
         """Return the fragments in the order of an epoch; `None` if rows are read in the order of the source."""
-        fragments, view = self._source.fragments, self.view(epoch)
-        if fragments is None or (not self.window and view.fragments is None):
+        fragments, version = self._source.fragments, self.version(epoch)
+        if fragments is None or (not self.window and version.fragments is None):
             return None
-        epoch = self.shuffle_key(epoch) if self.window else view.since_epoch
-        cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
-        return cache().get_or_make(cache_key, lambda: self._fragment_order(fragments, view, epoch))
+        epoch = self.shuffle_key(epoch) if self.window else version.since_epoch
+        cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, version.fragments_hash)
+        return cache().get_or_make(cache_key, lambda: self._fragment_order(fragments, version, epoch))
 
-    def _fragment_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
+    def _fragment_order(self, fragments: Ints, version: DataVersion, epoch: int) -> FragmentOrder:
         fragment_starts, fragment_lengths = fragments[:-1], np.diff(fragments)
-        if view.fragments is not None:
-            fragment_starts, fragment_lengths = fragment_starts[view.fragments], fragment_lengths[view.fragments]
+        if version.fragments is not None:
+            fragment_starts, fragment_lengths = fragment_starts[version.fragments], fragment_lengths[version.fragments]
         if not self.window:
             return FragmentOrder.of(fragment_starts, fragment_lengths)
         return permuted_fragments(fragment_starts, fragment_lengths, self.shard.seed, epoch)

@@ -26,8 +26,8 @@ class ShardRowRanges:
         order: Order of the fragments in this epoch; `None` for the order of the source.
         source_key: Key of the source, under which the shards of this process are registered.
         shard_index: The logical shard that reads.
-        range_shift: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
-        fragments_hash: See `EpochView`.
+        row_range_shift: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
+        fragments_hash: See `DataVersion`.
     """
 
     shard: Shard
@@ -36,22 +36,22 @@ class ShardRowRanges:
     order: FragmentOrder | None
     source_key: int
     shard_index: int
-    range_shift: int
+    row_range_shift: int
     fragments_hash: int = 0
 
     @property
     def _num_rows(self) -> int:
-        return int(self.fragments[-1] if self.order is None else self.order.virtual_starts[-1])
+        return int(self.fragments[-1] if self.order is None else self.order.starts_in_order[-1])
 
     @property
-    def share_key(self) -> Hashable:
-        return self._share_key_of(self.shard_index)
+    def shard_key(self) -> Hashable:
+        return self._shard_key_of(self.shard_index)
 
     def served_row_ranges(self, fragment: int) -> list[RowRange]:
         num_rows = int(self.fragments[fragment + 1] - self.fragments[fragment])
         if not num_rows:
             return []
-        begin = self._virtual_first_row(fragment)
+        begin = self._first_row_in_order(fragment)
         num_shards = self.shard.num_logical_shards
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
@@ -61,22 +61,22 @@ class ShardRowRanges:
         for index in range(first_range, stop_range):
             start = max(int(starts[index]) - begin, 0)
             stop = min(int(starts[index + 1]) - begin, num_rows)
-            shard = (index - self.range_shift) % num_shards
+            shard = (index - self.row_range_shift) % num_shards
             if shard in served_indices and stop > start:
-                row_ranges.append(RowRange(self._share_key_of(shard), start, stop))
+                row_ranges.append(RowRange(self._shard_key_of(shard), start, stop))
         return row_ranges
 
     def own_row_range(self, fragment: int) -> RowRange:
-        return next(served for served in self.served_row_ranges(fragment) if served.share_key == self.share_key)
+        return next(served for served in self.served_row_ranges(fragment) if served.shard_key == self.shard_key)
 
-    def _virtual_first_row(self, fragment: int) -> int:
+    def _first_row_in_order(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""
         row = self.fragments[fragment]
         if self.order is None:
             return int(row)
-        begins_at_row = (self.order.first == row) & (np.diff(self.order.virtual_starts) > 0)
-        return int(self.order.virtual_starts[np.flatnonzero(begins_at_row)[0]])
+        is_this_fragment = (self.order.first == row) & (np.diff(self.order.starts_in_order) > 0)
+        return int(self.order.starts_in_order[np.flatnonzero(is_this_fragment)[0]])
 
-    def _share_key_of(self, shard: int) -> Hashable:
+    def _shard_key_of(self, shard: int) -> Hashable:
         n, seed = self.shard.num_logical_shards, self.shard.seed
         return (self.order is not None, seed, n, self._num_rows, self.fragments_hash, self.epoch, shard)

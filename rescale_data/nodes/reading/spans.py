@@ -80,7 +80,7 @@ class PositionUpdates:
         update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], updates_per_document)
         return PositionUpdates(ends, self.slot[update_index], self.slot_values[update_index])
 
-    def merge_groups(self, stops: Ints) -> PositionUpdates:
+    def merge_document_groups(self, stops: Ints) -> PositionUpdates:
         """Merge the position updates of documents into one update per group; groups end at ``stops[0]``, ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
         return PositionUpdates(ends, self.slot[: ends[-1]], self.slot_values[: ends[-1]])
@@ -98,7 +98,9 @@ class PositionUpdates:
     def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
         """Return these position updates, in which the first document also makes the updates ``earlier``, before its own."""
         num_earlier = len(earlier)
-        return PositionUpdates.join([earlier, self]).merge_groups(np.arange(num_earlier, num_earlier + len(self)) + 1)
+        return PositionUpdates.join([earlier, self]).merge_document_groups(
+            np.arange(num_earlier, num_earlier + len(self)) + 1
+        )
 
     def shifted(self, first_slot: int) -> PositionUpdates:
         """Return the same position updates for a larger row, in which the position begins at ``first_slot``."""
@@ -153,7 +155,7 @@ class Spans:
         return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (owner,))
 
     @staticmethod
-    def position_only(earlier: memoryview, later: memoryview) -> Spans:
+    def position_update_only(earlier: memoryview, later: memoryview) -> Spans:
         """Return a `Spans` without a document, which only updates the position, from ``earlier`` to ``later``."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())

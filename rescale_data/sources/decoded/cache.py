@@ -31,14 +31,14 @@ class EvictionListener:
         raise NotImplementedError
 
 
-class DerivedValue:
+class CostlyValue:
     """Base class of cached values that are made from many others and are costly to make again: the cache evicts them last."""
 
     __slots__ = ()
 
 
-class ReferencedValue(DerivedValue):
-    """A `DerivedValue` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
+class ReferencedCostlyValue(CostlyValue):
+    """A `CostlyValue` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
 
     __slots__ = ()
     on_dropped: Callable[[], None]
@@ -56,7 +56,7 @@ class Budgeted(Protocol):
 class Cache:
     """Thread-safe cache with a byte budget, which evicts the least recently used entry first.
 
-    A look-up takes the same time however many entries there are. `DerivedValue` values are evicted last, as long as they take
+    A look-up takes the same time however many entries there are. `CostlyValue` values are evicted last, as long as they take
     at most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`cache_share`)
     the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in
     use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once
@@ -65,9 +65,9 @@ class Cache:
 
     def __init__(self) -> None:
         self._key_sizes: dict[Hashable, int] = {}  # sizes
-        self._derived: OrderedDict[Hashable, Any] = OrderedDict()
+        self._costly: OrderedDict[Hashable, Any] = OrderedDict()
         self._ordinary_values: OrderedDict[Hashable, Any] = OrderedDict()
-        self._derived_bytes = 0
+        self._costly_bytes = 0
         self._keys_of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
         self._large_sizes: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
@@ -101,7 +101,7 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
         with self._lock:
-            for entries in (self._ordinary_values, self._derived):
+            for entries in (self._ordinary_values, self._costly):
                 if key in entries:
                     entries.move_to_end(key)
                     return entries[key]
@@ -109,14 +109,14 @@ class Cache:
 
     def put(self, key: Hashable, value: Any) -> None:
         """Store ``value`` at ``key`` in place of an earlier value, and evict other entries if the budget is exceeded."""
-        size, is_derived = self._size_of(value), isinstance(value, DerivedValue)
+        size, is_costly_value = self._size_of(value), isinstance(value, CostlyValue)
         with self._lock:
             self._pop(key)
-            entries = self._derived if is_derived else self._ordinary_values
+            entries = self._costly if is_costly_value else self._ordinary_values
             keys = self._keys_of_owner.setdefault(_owner(key), {})
             self._key_sizes[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
-            self._derived_bytes += size * is_derived
+            self._costly_bytes += size * is_costly_value
             budget = self.budget
             if size > budget // 2:
                 self._large_sizes[key] = size
@@ -173,44 +173,44 @@ class Cache:
         if key not in self._key_sizes:
             return None
         size, entries = self._key_sizes[key], self._ordinary_values
-        if key in self._derived:
-            entries = self._derived
+        if key in self._costly:
+            entries = self._costly
         value, keys = entries[key], self._keys_of_owner[owner]
         del self._key_sizes[key], entries[key], keys[key]
         self.nbytes -= size
-        if entries is self._derived:
-            self._derived_bytes -= size
+        if entries is self._costly:
+            self._costly_bytes -= size
         if key in self._large_sizes:
             del self._large_sizes[key]
         # All that counts is right from here on
         if not keys:
             self._keys_of_owner.pop(owner, None)
-        if isinstance(value, ReferencedValue):
+        if isinstance(value, ReferencedCostlyValue):
             value.on_dropped()
         return value
 
     def _shrink(self, budget: int, new_key: Hashable = None) -> None:
         largest_size = max(self._large_sizes.values(), default=0)
         limit = max(budget, largest_size * 9 // 8)
-        derived_limit = min(limit // 2, limit - largest_size)
+        costly_bytes_limit = min(limit // 2, limit - largest_size)
         while self.nbytes > limit and len(self._key_sizes) > 1:
             if self._ordinary_values and (
-                self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new_key in self._derived)
+                self._costly_bytes <= costly_bytes_limit or (len(self._costly) == 1 and new_key in self._costly)
             ):
                 key = next(iter(self._ordinary_values))
             else:
-                key = self._oldest_derived()
+                key = self._oldest_costly_key()
             value = self._pop(key)
             if isinstance(value, EvictionListener):
                 value.handle_eviction()
 
-    def _oldest_derived(self) -> Hashable:
-        """Return the key of the least recently used `DerivedValue` value, the next one to evict."""
+    def _oldest_costly_key(self) -> Hashable:
+        """Return the key of the least recently used `CostlyValue` value, the next one to evict."""
         while True:
-            key, value = next(iter(self._derived.items()))
-            if not (isinstance(value, ReferencedValue) and value.was_used()):
+            key, value = next(iter(self._costly.items()))
+            if not (isinstance(value, ReferencedCostlyValue) and value.was_used()):
                 return key
-            self._derived.move_to_end(key)
+            self._costly.move_to_end(key)
 
 
 def _owner(key: Hashable) -> Hashable:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rescale_data.sources.decoded.cache import cache_share, new_dict_by_owner, owner_id
 from rescale_data.sources.source import BaseSource, Source
 
-PARTS_PER_BLOCK = 8
+DOC_BLOCK_PARTS = 8
 """Number of parts of a block of copied documents. The memory of a part is freed when all of its documents were read."""
 _MIN_BLOCK_BYTES = 2**16
 
@@ -32,7 +32,7 @@ class CacheDemand(NamedTuple):
 
 _demands: dict[int, CacheDemand] = {}  # by the id of the reader
 # One dict, replaced where demands change: a late writer has the old one
-_known_counts: list[dict[int, tuple[int, int]]] = [{}]
+_source_and_shard_counts: list[dict[int, tuple[int, int]]] = [{}]
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -47,13 +47,13 @@ def record_served_shards(reader: object, sources: Iterable[BaseSource], shards: 
     served_sources = list(sources)
     needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
     _demands[id(reader)] = CacheDemand([owner_id(source) for source in served_sources], shards, needed_bytes)
-    _known_counts[0] = {}
+    _source_and_shard_counts[0] = {}
 
 
 def _remove_demands(*reader_ids: int) -> None:
     for reader_id in reader_ids:
         _demands.pop(reader_id, None)
-    _known_counts[0] = {}
+    _source_and_shard_counts[0] = {}
 
 
 os.register_at_fork(after_in_child=lambda: _remove_demands(*_demands))  # the loaders are the parent's
@@ -90,12 +90,12 @@ def num_sources_and_shards(source_key: int) -> tuple[int, int]:
         source_key: Key of the source, see `owner_id`.
     """
     # For each read of documents a sum over the loaders would cost 1 % of a packed batch
-    known_counts = _known_counts[0]
-    if source_key not in known_counts:
+    source_and_shard_counts = _source_and_shard_counts[0]
+    if source_key not in source_and_shard_counts:
         demands = _demands_on(source_key)
         num_sources = max((len(demand.owners) for demand in demands), default=1)
-        known_counts[source_key] = num_sources, sum(len(demand.shards) for demand in demands) or 1
-    return known_counts[source_key]
+        source_and_shard_counts[source_key] = num_sources, sum(len(demand.shards) for demand in demands) or 1
+    return source_and_shard_counts[source_key]
 
 
 def room_for_block(source: Source) -> int:
@@ -109,7 +109,7 @@ def room_for_block(source: Source) -> int:
     """
     num_sources, num_shards = num_sources_and_shards(owner_id(source))
     room = cache_share(source)
-    block_bytes = (room - source.fragment_bytes) * PARTS_PER_BLOCK // ((PARTS_PER_BLOCK + 1) * num_sources * num_shards)
+    block_bytes = (room - source.fragment_bytes) * DOC_BLOCK_PARTS // ((DOC_BLOCK_PARTS + 1) * num_sources * num_shards)
     all_fit = num_sources * _num_fragments(source) * source.fragment_bytes <= room
     return 0 if all_fit or block_bytes < _MIN_BLOCK_BYTES else block_bytes
 

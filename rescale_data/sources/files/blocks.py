@@ -38,14 +38,14 @@ class BlockRangeReader(RangeReader):
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
         self._store = store
         self._file, self._codec = MappedFile(path), pa.Codec("zstd")
-        copy_tail = self._file.read(max(0, self._file.size - 24), 24).to_pybytes().rjust(24, b"\0")
-        num_blocks, checksum = int.from_bytes(copy_tail[:8], "little"), int.from_bytes(copy_tail[8:16], "little")
+        file_tail = self._file.read(max(0, self._file.size - 24), 24).to_pybytes().rjust(24, b"\0")
+        num_blocks, checksum = int.from_bytes(file_tail[:8], "little"), int.from_bytes(file_tail[8:16], "little")
         table_offset = self._file.size - 16 * num_blocks - 48
         table_bytes = self._file.read(max(0, table_offset), 16 * num_blocks + 32)
-        if copy_tail[16:] != _MAGIC or table_offset < 0 or zlib.crc32(table_bytes) != checksum:
+        if file_tail[16:] != _MAGIC or table_offset < 0 or zlib.crc32(table_bytes) != checksum:
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(table_bytes, dtype=np.int64)
-        self._copy_offsets, self._checksums = table[: num_blocks + 1], table[num_blocks + 1 : -3]
+        self._compressed_offsets, self._checksums = table[: num_blocks + 1], table[num_blocks + 1 : -3]
         self.size, self._block_bytes = table[-3:-1].tolist()
         # A copy that was made again has other blocks, if the file has changed.
         self._path, self._store_key_prefix = path, f"{path}|{checksum}"
@@ -65,7 +65,7 @@ class BlockRangeReader(RangeReader):
         return self._store.read(f"{self._store_key_prefix}|{block}", partial(self._decompress, block))
 
     def _decompress(self, block: int) -> ArrowBuffer:
-        start, stop = self._copy_offsets[block : block + 2].tolist()
+        start, stop = self._compressed_offsets[block : block + 2].tolist()
         size = min(self._block_bytes, self.size - block * self._block_bytes)
         compressed_block = self._file.read(start, stop - start)
         if zlib.crc32(compressed_block) != self._checksums[block]:

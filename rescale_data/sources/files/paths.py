@@ -325,9 +325,9 @@ def _expand_glob(filesystem: Any, pattern: str) -> dict[str, Any]:
         matches: dict[str, Any] = filesystem.glob(pattern, detail=True)
         return {match: info for match, info in matches.items() if info["type"] == "file"}
     root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
-    depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
+    levels = None if "**" in pattern else pattern.count("/", len(root) + 1)
     matcher = re.compile(glob_translate(pattern))
-    return {match: info for match, info in _find_files_below(filesystem, root, depth).items() if matcher.match(match)}
+    return {match: info for match, info in _find_files_below(filesystem, root, levels).items() if matcher.match(match)}
 
 
 def _uses_default_find(filesystem: Any) -> bool:

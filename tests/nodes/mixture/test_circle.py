@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.batch_shards import AlignedBatchShards, UnalignedBatchShards
 from rescale_data.layout.layout import Layout
-from rescale_data.nodes.mixture.circle import CIRCLE, arcs, circle_of
-from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.circle import CIRCLE, arcs, weight_circle_of
+from rescale_data.nodes.mixture.lengths import TokenWeightArcs
 from rescale_data.state import Ints
 
 WEIGHTS = {
@@ -36,12 +36,12 @@ def off(found: Ints, weights: Sequence[float]) -> float:
 
 
 class Run:
-    """All micro batches of a run over `circle_of`, as the layouts deal them."""
+    """All micro batches of a run over `weight_circle_of`, as the layouts deal them."""
 
     def __init__(self, layout: Layout, drawn: Ints | None = None) -> None:
         self.layout, n = layout, layout.num_logical_shards
         self.drawn = np.zeros(n, dtype=np.int64) if drawn is None else drawn.copy()
-        circles = [circle_of(shard, n) for shard in range(n)]
+        circles = [weight_circle_of(shard, n) for shard in range(n)]
         self._starts, self._step = (
             np.array([c.start_point for c in circles], dtype=np.uint64),
             np.uint64(circles[0].point_step),
@@ -139,7 +139,7 @@ def test_a_shard_s_own_stream(n: int) -> None:
     """Of every source, right before and after each of its draws, where its count is farthest from its share."""
     for path, wanted in itertools.product(["", "inner"], WEIGHTS.values()):
         share, words = np.array(wanted) / math.fsum(wanted), arcs(wanted).end_points
-        found = words.searchsorted(circle_of(n // 2, n, path).points(0, 200_000), side="right").astype(np.int16)
+        found = words.searchsorted(weight_circle_of(n // 2, n, path).points(0, 200_000), side="right").astype(np.int16)
         counts = np.bincount(found, minlength=len(share))
         at = np.argsort(found, kind="stable")
         number = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -149,7 +149,7 @@ def test_a_shard_s_own_stream(n: int) -> None:
 
 def test_golden() -> None:
     """Changing the order of mixtures in mixtures is a breaking change of kind ORDER. Of others: `tests.golden`."""
-    points = circle_of(5, 24, "inner").points(0, 24)
+    points = weight_circle_of(5, 24, "inner").points(0, 24)
     found = arcs(WEIGHTS["532"]).end_points.searchsorted(points, side="right")
     assert "".join(map(str, found)) == "100100210021021002100110"
 
@@ -161,24 +161,24 @@ weights_of_tokens = st.lists(st.sampled_from([0, 0.05, 0.3, 1]) | st.floats(0.01
 )
 
 
-def fresh(weights: Any) -> TokenArcs:
-    return TokenArcs(tuple(weights), *([0] * len(weights) for _ in range(3)))
+def fresh(weights: Any) -> TokenWeightArcs:
+    return TokenWeightArcs(tuple(weights), *([0] * len(weights) for _ in range(3)))
 
 
 @given(weights_of_tokens, st.lists(st.sampled_from([0, 1, 7, 90, 5000]), min_size=1, max_size=120), st.data())
 @settings(max_examples=80, deadline=None)
 def test_the_order_follows_from_counts_alone(weights: list[float], lengths: list[int], data: st.DataObject) -> None:
     """Kept up draw by draw, or made at any position: the same arcs."""
-    kept, circle = fresh(weights), circle_of(3, 8)
+    kept, circle = fresh(weights), weight_circle_of(3, 8)
     stop = data.draw(st.integers(0, len(lengths)))
     for n, length in enumerate(lengths[:stop]):
         kept.add_document(kept.choose_source(circle.point(n)), length)
-    made = TokenArcs(tuple(weights), kept.num_documents, kept.tokens, [0] * len(weights))
+    made = TokenWeightArcs(tuple(weights), kept.num_documents, kept.tokens, [0] * len(weights))
     for n in range(200):
         source = made.choose_source(circle.point(n))
         assert source == kept.choose_source(circle.point(n))
         assert weights[source] > 0
-        assert 0 <= made.scale_point(circle.point(n), source) < CIRCLE
+        assert 0 <= made.point_within_arc(circle.point(n), source) < CIRCLE
 
 
 @given(weights_of_tokens, st.sampled_from([0, 1, 30, 900, 10**5, 3 * 10**7]), st.integers(0, 2**32), st.booleans())
@@ -189,9 +189,9 @@ def test_what_c_draws_is_what_python_draws(weights: list[float], mean: int, seed
     documents = rng.integers(0, 50, size).tolist()
     tokens = [int(count * mean * rng.random() * 2) for count in documents]
     since = [int(count * rng.random()) for count in tokens]
-    points = circle_of(3, 8).points(5, 300)
+    points = weight_circle_of(3, 8).points(5, 300)
     known: Any = [np.floor(rng.lognormal(0, 1, rng.integers(0, 300)) * mean).astype(np.int64) for _ in weights]
-    arcs = TokenArcs(tuple(weights), documents, tokens, since)
+    arcs = TokenWeightArcs(tuple(weights), documents, tokens, since)
     numbers, chosen = arcs.counters(), np.zeros(300, dtype=np.int64)
     change_at = sum(tokens) + 40 * mean if turns else -1
     num, missing = arcs.choose_sources(
@@ -222,10 +222,10 @@ def test_a_source_that_rests_may_as_well_be_left_out(weights: list[float], mean:
     tokens = (documents * mean * rng.random(len(weights)) * 9).astype(np.int64)
     since = np.where(weights, tokens * rng.random(len(weights)), tokens).astype(np.int64)
     lengths = np.floor(rng.lognormal(0, 1, 200) * mean).astype(np.int64)
-    points, found = circle_of(3, 8).points(5, 200), []
+    points, found = weight_circle_of(3, 8).points(5, 200), []
     for there in (range(len(weights)), going):
         counts = ([int(each[i]) for i in there] for each in (documents, tokens, since))
-        arcs, chosen = TokenArcs(tuple(weights[i] for i in there), *counts), np.zeros(200, dtype=np.int64)
+        arcs, chosen = TokenWeightArcs(tuple(weights[i] for i in there), *counts), np.zeros(200, dtype=np.int64)
         assert arcs.choose_sources(points, chosen, 0, arcs.counters(), [lengths] * len(there), -1) == (200, -1)
         by_draw: list[int] = []
         for n, point in enumerate(points.tolist()):

@@ -116,7 +116,7 @@ def test_what_shards_have_of_one_another_changes_no_sample(
         return [batch["tokens"].tolist() for batch in itertools.islice(made, 20)]
 
     found = batches()
-    monkeypatch.setattr(rd.WeightedSampler, "borrow", lambda *_: None)
+    monkeypatch.setattr(rd.WeightedSampler, "share_memory_with", lambda *_: None)
     assert found == batches()
 
 

@@ -17,8 +17,8 @@ from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.below import epoch_end, skip
-from rescale_data.nodes.mixture.circle import CIRCLE, arcs, circle_of
-from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.circle import CIRCLE, arcs, weight_circle_of
+from rescale_data.nodes.mixture.lengths import TokenWeightArcs
 from tests.states import opened
 
 
@@ -202,10 +202,13 @@ def pack(
     steps: int,
     size: int,
     rng: np.random.Generator | None = None,
-) -> tuple[Any, list[TokenArcs]]:
+) -> tuple[Any, list[TokenWeightArcs]]:
     """Shares of each source in global batches of packed samples, and where the shards stand; with ``rng``, of random draws."""
     n, zeros = shards * tracks, [0] * len(weights)
-    circles, standing = [circle_of(i, n) for i in range(n)], [TokenArcs(weights, zeros, zeros, zeros) for _ in range(n)]
+    circles, standing = (
+        [weight_circle_of(i, n) for i in range(n)],
+        [TokenWeightArcs(weights, zeros, zeros, zeros) for _ in range(n)],
+    )
     draws, rest, at = [0] * n, [(0, 0)] * n, list(zeros)
     found, fixed = np.zeros((steps, len(weights))), arcs(weights)
     for step in range(steps):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.collate import pin
-from rescale_data.nodes.packing.columns import PerDocument
+from rescale_data.nodes.packing.columns import PerDocValues
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.nodes.resume import N, endless, plain, ranks_of, samples_by_shard
 
@@ -126,7 +126,7 @@ def test_batches_hold_a_list_per_sample_with_workers_too(pipeline: Any, workers:
     assert_rescalable(make, [(2, 3, 0), (1, 3, workers)], steps=1)
     batch = next(iter(make(0, 1, 6, 0)))
     assert len(batch["images"]) == 6 == len(batch["tokens"])
-    assert {type(value) for value in batch["images"]} == {PerDocument}
+    assert {type(value) for value in batch["images"]} == {PerDocValues}
     assert {type(images) for sample in batch["images"] for images in sample} <= {list, type(None)}
 
 
@@ -142,7 +142,7 @@ def test_the_last_batch_is_filled_up_with_what_its_samples_carry() -> None:
 def test_tensors_within_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    assert pin({"images": [PerDocument([[torch.tensor(1)], None, b"x"])]}) == {"images": [[[2], None, b"x"]]}
+    assert pin({"images": [PerDocValues([[torch.tensor(1)], None, b"x"])]}) == {"images": [[[2], None, b"x"]]}
 
 
 def test_another_payload_is_an_error_at_the_load() -> None:
