@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -73,6 +73,9 @@ def checks_argument_types(function: F) -> F:
     if isinstance(function, type):
         cls: Any = function
         cls.__init__ = checks_argument_types(cls.__init__)
+        # Fields of a base class are annotated by names that its own module may import alone
+        hints = get_type_hints(cls)
+        cls.__init__.__annotations__ = {name: hints.get(name) for name in cls.__init__.__annotations__}
         return cls
     hints: dict[str, str] = function.__annotations__
     accepted_types = {name: kind for name, annotation in hints.items() if (kind := _accepted_types(str(annotation)))}
