@@ -149,8 +149,13 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
         if draw(st.booleans()):
             given[draw(st.integers(0, 11))] = sized()
         return name, (number(), *given)
-    arrays = tuple(draw(st.lists(ARRAYS, max_size=2)))
-    return name, (ints(), draw(st.integers(-2, 9)), (arrays, None, *(ints() for _ in range(6))))
+    arrays, dtypes = (
+        draw(st.lists(ARRAYS, max_size=2)),
+        st.sampled_from(["i8", "i8", "i8", "i4", "u8", "f8", ">i8", "i2"]),
+    )
+    given_arrays = draw(st.sampled_from([tuple(arrays), tuple(arrays), arrays]))
+    columns = np.zeros((1, 3), draw(dtypes)), np.zeros((1, 3), draw(dtypes))
+    return name, (ints(), draw(st.integers(-2, 9)), (given_arrays, None, *(ints() for _ in range(6))), columns)
 
 
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -161,10 +166,12 @@ def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]
         if name != "append":
             getattr(kernel, name)(*given)
             return
-        position, eos, parts = given
+        position, eos, parts, columns = given
         queue = kernel.TokenQueue(position.data, position[1:].copy().data, -1, eos)
         queue.append(*parts)
-        rows = np.zeros((1, 3), dtype=np.int64)
-        kernel.TokenQueue.fill([queue], 0, rows, rows.copy(), None)
+        kernel.TokenQueue.fill([queue], 0, *columns, None)
     except (ValueError, IndexError, OverflowError):
         pass
+    except TypeError:
+        assert name == "append"
+        assert isinstance(given[2][0], list) or any(column.dtype not in (np.int64, np.int32) for column in given[3])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescale_data.nodes import reading
-from rescale_data.nodes.reading import extension, gather
+from rescale_data.nodes.reading import extension, gather, kernel
 from rescale_data.nodes.reading.gather import TokenQueue
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 
@@ -144,6 +144,21 @@ def test_a_token_that_does_not_fit(kind: str, token: int, dtype: str) -> None:
     with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
         gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
     assert position.tolist() == [0, 0]
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    full = ready(
+        Spans.of_one_document(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0])
+    )
+    numbers = [np.zeros(0, np.int64)] * 6
+    with pytest.raises(TypeError, match="a tuple"):
+        kernel.TokenQueue.append(full, [np.arange(3)], None, *numbers)  # pyright: ignore[reportArgumentType]
+    for dtype in ("f8", "f4", "u8", ">i8", "i2"):
+        with pytest.raises(TypeError, match="int64 or int32"):
+            gather.fill([full], 0, np.empty((1, 2), dtype), None, None)
+    with pytest.raises(TypeError, match="arguments"):
+        kernel.TokenQueue(np.zeros(1, np.int64).data, np.zeros(0, np.int64).data, -1, -1, pad=0)  # pyright: ignore[reportCallIssue]
+    assert full.left == 9
 
 
 def test_where_there_is_none_it_stops() -> None:

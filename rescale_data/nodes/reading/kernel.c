@@ -206,8 +206,7 @@ int refuse(const char* message) {
 PyObject* close_buffers(Py_buffer* views, int is_done) {
   for (Py_buffer* view = views; view->buf != views; view++) PyBuffer_Release(view);
   PyMem_Free(views);
-  if (is_done) Py_INCREF(Py_None);
-  return is_done ? Py_None : NULL;
+  return is_done ? Py_NewRef(Py_None) : NULL;
 }
 
 /* Open the buffers of all arguments from `first` on, `least` or more, those with a bit in `written` to write; None has no bytes.
@@ -230,7 +229,8 @@ Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsi
 static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   Py_buffer position, reach;
   long long bos, eos;
-  if (!PyArg_ParseTuple(args, "w*w*LL", &position, &reach, &bos, &eos)) return NULL;
+  static char* names[] = {"", "", "", "", NULL}; /* no keywords */
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*w*LL", names, &position, &reach, &bos, &eos)) return NULL;
   const int64_t offset = position.len < 8 ? -1 : *(int64_t*)position.buf;
   const int is_fit = offset >= 0 && reach.len == position.len - 8;
   TokenQueue* s = is_fit ? (TokenQueue*)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0) : NULL;
@@ -241,8 +241,7 @@ static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs)
     return NULL;
   }
   s->position = position, s->reach = reach, s->bos = bos, s->eos = eos, s->offset = offset, s->left = -offset;
-  s->parts = PyList_New(0);
-  if (!s->parts) Py_CLEAR(s);
+  if (!(s->parts = PyList_New(0))) Py_CLEAR(s);
   return (PyObject*)s;
 }
 
@@ -342,12 +341,13 @@ static PyObject* append(PyObject* self, PyObject* args) {
   Py_buffer* buffers = open_buffers(args, 2, NUM_BUFFERS, 0);
   if (!buffers) return NULL;
   PyObject* arrays = PyTuple_GetItem(args, 0);
-  const Py_ssize_t num_arrays = PyTuple_Size(arrays); /* -1 and an error if it is no tuple */
+  const Py_ssize_t num_arrays = PyTuple_Check(arrays) ? PyTuple_Size(arrays) : -1;
   int64_t(*found)[3] = PyMem_Malloc((num_arrays + 2) * sizeof(*found));
   int is_done = 0;
   if (!found) PyErr_NoMemory();
+  else if (num_arrays < 0) PyErr_SetString(PyExc_TypeError, "the arrays of documents are a tuple");
   else if (s->busy) refuse("a token queue grows while it is drawn from in another thread");
-  else if (num_arrays >= 0 && !look_at(arrays, found, num_arrays) && !make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) &&
+  else if (!look_at(arrays, found, num_arrays) && !make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) &&
            !PyList_Append(s->parts, PyTuple_GetItem(args, 1))) {
     is_done = !read_documents(s, found, num_arrays, buffers);
     s->num_parts += is_done;
@@ -375,9 +375,9 @@ static PyObject* was_used(PyObject* self, PyObject* unused) {
 static int open_rows(PyObject* object, Py_buffer* view, const Py_buffer* like) {
   view->obj = NULL;
   if (object == Py_None) return 0;
-  if (PyObject_GetBuffer(object, view, PyBUF_STRIDED)) return -1;
-  if (view->ndim != 2 || (view->itemsize != 8 && view->itemsize != 4) || view->strides[1] != view->itemsize)
-    return refuse("a batch is written into rows of int64 or int32");
+  if (PyObject_GetBuffer(object, view, PyBUF_RECORDS)) return -1;
+  if (view->ndim != 2 || strlen(view->format) != 1 || !strchr("ilq", *view->format) || view->strides[1] != view->itemsize)
+    return PyErr_SetString(PyExc_TypeError, "a batch is written into rows of int64 or int32"), -1;
   if (like && (view->shape[0] != like->shape[0] || view->shape[1] != like->shape[1] || view->itemsize != like->itemsize))
     return refuse("the columns of a batch differ in shape or dtype");
   return 0;
