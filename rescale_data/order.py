@@ -180,7 +180,7 @@ class ShardOrder:
         num_logical_shards, seed: Of the shard.
         window: Rows that are permuted among themselves; 0 keeps the order of the files.
         permutes_all_rows: One permutation of all rows of the source in place of fragments and windows.
-        batch_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
+        global_batch_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
     """
 
     num_rows: int
@@ -189,7 +189,7 @@ class ShardOrder:
     seed: int
     window: int
     permutes_all_rows: bool = False
-    batch_order: GlobalBatchOrder | None = None
+    global_batch_order: GlobalBatchOrder | None = None
 
     @property
     def shard_start(self) -> int:
@@ -197,21 +197,24 @@ class ShardOrder:
 
     @cached_property
     def num_shard_rows(self) -> int:
-        if self.batch_order is not None:
-            return int(self.batch_order.shard_row_counts(np.array([self.row_range_index]), self.num_rows)[0])
+        if self.global_batch_order is not None:
+            return int(self.global_batch_order.shard_row_counts(np.array([self.row_range_index]), self.num_rows)[0])
         return (self.row_range_index + 1) * self.num_rows // self.num_logical_shards - self.shard_start
 
     @property
     def rows_per_window(self) -> int:
         """The number of rows whose order is computed together."""
-        if self.batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, ROWS_PER_BLOCK // self.batch_order.rows_per_shard_cycle) * self.batch_order.rows_at_a_time
+        if self.global_batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
+            return (
+                max(1, ROWS_PER_BLOCK // self.global_batch_order.rows_per_shard_cycle)
+                * self.global_batch_order.rows_at_a_time
+            )
         return self.window or ROWS_PER_BLOCK
 
     def rows_in_order(self, first_row: int, stop_row: int) -> Ints:
         """Return the row numbers, after fragments were permuted, of the shard's rows ``first_row .. stop_row - 1``."""
-        if self.batch_order is not None:
-            return self.batch_order.rows(self.row_range_index, first_row, stop_row)
+        if self.global_batch_order is not None:
+            return self.global_batch_order.rows(self.row_range_index, first_row, stop_row)
         return np.arange(self.shard_start + first_row, self.shard_start + stop_row, dtype=np.int64)
 
     def window_bounds(self, row: int) -> tuple[int, int]:

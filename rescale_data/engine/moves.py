@@ -243,17 +243,17 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
     """Read up to micro batch ``u``, or to the end of an epoch's main phase before it; return the cursor there (collective)."""
     layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    delivered_at_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
+    delivered_so_far, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
 
     def find() -> int:
         samples_left = np.full(len(table), _NOT_ENDED)
         ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
-            num_drawn, next_slots = ends.runner.look_ahead(shard, int(delivered_at_u[shard] - samples[shard]))
+            num_drawn, next_slots = ends.runner.look_ahead(shard, int(delivered_so_far[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
             if next_slots is None:  # it does not end before u; does it end within the next step?
                 num_more_samples, next_slots = ends.runner.look_ahead(
-                    shard, int(delivered_at_step_end[shard] - delivered_at_u[shard])
+                    shard, int(delivered_at_step_end[shard] - delivered_so_far[shard])
                 )
                 num_drawn += num_more_samples
             if next_slots is not None:
@@ -262,6 +262,6 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
 
     stop_batch = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
     if stop_batch > u:
-        table[ends.owned, SAMPLES] = delivered_at_u[ends.owned]
+        table[ends.owned, SAMPLES] = delivered_so_far[ends.owned]
         return cursor._replace(table=table, u=u)
     return _move_cursor(cursor, segment, ends, stop_batch)._replace(segment=replace(segment, stop=stop_batch))

@@ -197,9 +197,9 @@ def _check_shards(setup: LoaderSetup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    sources_in_batch_order = [reader.source for reader in readers if reader.rows.batch_order]
+    sources_in_global_batch_order = [reader.source for reader in readers if reader.rows.global_batch_order]
     # shards that read a source in step all read the same fragment at the same time
-    other_sources = {id(source): source for source in sources.values() if source not in sources_in_batch_order}
+    other_sources = {id(source): source for source in sources.values() if source not in sources_in_global_batch_order}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
         other_sources.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers

@@ -443,7 +443,7 @@ class Reader(Node[Any]):
         return {
             "shuffle": "full" if self.rows.permutes_all_rows else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
-            **({} if self.rows.batch_order is None else {"global_batch_size": self.shard.global_batch_size}),
+            **({} if self.rows.global_batch_order is None else {"global_batch_size": self.shard.global_batch_size}),
             **({} if self.blocklist is None else {"exclude": self.blocklist.parameters()}),
         }
 

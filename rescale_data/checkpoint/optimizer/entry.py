@@ -127,10 +127,10 @@ def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterName
 
     Groups with equal parameters (none) go in order.
     """
-    numbers_by_names: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
+    group_numbers_by_parameters: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
     for number, names in enumerate(saved):
-        numbers_by_names[frozenset(names)].append(number)
-    number_queues = [numbers_by_names[frozenset(names)] for names in groups]
+        group_numbers_by_parameters[frozenset(names)].append(number)
+    number_queues = [group_numbers_by_parameters[frozenset(names)] for names in groups]
     matches = [queue.popleft() if queue else None for queue in number_queues]
     unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if matches[i] is None]
     unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*matches}]

@@ -48,8 +48,8 @@ class Ranks:
         communicator: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
         timeout: Seconds that a rank may keep the others waiting.
         loader: The number of the loader in its process, the same on all ranks (`with_new_loader`).
-        num_loads: The number of loads and resets, which keeps exchanges before and after one apart: ranks may have stood at
-            different batches.
+        num_state_loads: The number of loads and resets, which keeps exchanges before and after one apart: ranks may have
+            stood at different batches.
         assumes_one_rank: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
 
@@ -58,7 +58,7 @@ class Ranks:
     communicator: Communicator | None = None
     timeout: float = 300.0
     loader: int = 0
-    num_loads: int = 0
+    num_state_loads: int = 0
     assumes_one_rank: bool = False
     _purpose: Purpose = "read"
     _position_in_run: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ class Ranks:
     @property
     def with_load_counted(self) -> Ranks:
         """The same ranks after a load or a reset; their exchanges do not mix with earlier ones."""
-        return replace(self, num_loads=max(self.num_loads, *self._state_loads, 0) + 1, _state_loads=[])
+        return replace(self, num_state_loads=max(self.num_state_loads, *self._state_loads, 0) + 1, _state_loads=[])
 
     def subset(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and with this one, as ranks that exchange over a group of their own."""
@@ -185,10 +185,12 @@ class Ranks:
 
     def _agreed_state_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
-        if self.num_loads > 1 and not self._state_loads and self.communicator is not None:
+        if self.num_state_loads > 1 and not self._state_loads and self.communicator is not None:
             call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
-            self._state_loads.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
-        return self._state_loads[0] if self._state_loads else self.num_loads
+            self._state_loads.append(
+                int(self.communicator.begin_gather(call, np.array([self.num_state_loads]))().max())
+            )
+        return self._state_loads[0] if self._state_loads else self.num_state_loads
 
 
 def other_rank_error(*, wrong_rows: bool) -> Exception:

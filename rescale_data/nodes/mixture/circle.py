@@ -111,7 +111,11 @@ def shard_factor_and_draw_step(num_logical_shards: int) -> tuple[int, int]:
     numbers = range(max(1, golden - _NUM_NEAR), min(n, golden + _NUM_NEAR + 1))
     candidates = [factor for factor in numbers if math.gcd(factor, n) == 1]
     factor = min(candidates, key=lambda factor: (*_max_and_sum_of_partial_quotients(factor, n), factor))
-    steps = ((draw_factor * CIRCLE + irrational) // n for draw_factor in candidates for irrational in _IRRATIONAL_STEPS)
+    steps = (
+        (draw_factor * CIRCLE + irrational_step) // n
+        for draw_factor in candidates
+        for irrational_step in _IRRATIONAL_STEPS
+    )
     return factor, min(steps, key=lambda step: (*_max_and_sum_of_partial_quotients(step, CIRCLE), step))
 
 

@@ -49,10 +49,10 @@ class ShardEpochs:
         order: Given if the order is the order of the source, global batch by global batch.
     """
 
-    __slots__ = ("batch_order", "shard", "version_starts", "versions")
+    __slots__ = ("global_batch_order", "shard", "version_starts", "versions")
 
     def __init__(self, shard: Shard, versions: Sequence[DataVersion], order: GlobalBatchOrder | None = None) -> None:
-        self.shard, self.versions, self.batch_order = shard, versions, order
+        self.shard, self.versions, self.global_batch_order = shard, versions, order
         self.version_starts = _FROM_FIRST_EPOCH if len(versions) == 1 else [version.since_epoch for version in versions]
 
     @property
@@ -74,7 +74,7 @@ class ShardEpochs:
     def row_range_of_shard(self, epoch: int, shard: int) -> int:
         """Return the index of the range of rows that a shard reads in an epoch."""
         version = self.version(epoch)
-        if self.batch_order is not None or version.num_rows >= self.shard.num_logical_shards:
+        if self.global_batch_order is not None or version.num_rows >= self.shard.num_logical_shards:
             return shard
         return row_range_index(shard, epoch, *self.range_args(version))
 
@@ -160,8 +160,8 @@ class ShardEpochs:
         total = np.zeros_like(epochs)
         for v, stop in zip(self.versions, self._stop_epochs(), strict=True):
             clipped = np.clip(epochs, v.since_epoch, stop)
-            if self.batch_order is not None:
-                total += (clipped - v.since_epoch) * self.batch_order.shard_row_counts(shards, v.num_rows)
+            if self.global_batch_order is not None:
+                total += (clipped - v.since_epoch) * self.global_batch_order.shard_row_counts(shards, v.num_rows)
                 continue
             since = np.full_like(epochs, v.since_epoch)
             total += rows_before(shards, clipped, *self.range_args(v)) - rows_before(shards, since, *self.range_args(v))

@@ -225,7 +225,7 @@ class FragmentDocuments:
         return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= cache_share(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
-        tokens, num_users = None, 1
+        tokens, num_sharing_shards = None, 1
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._source_key, self._column, fragment, 0 if tokens is None else id(tokens)
@@ -233,8 +233,10 @@ class FragmentDocuments:
         if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
-                num_users = max(1, num_sources_and_shards(self._source_key)[1] // (len(self._fragments) - 1))
-            shared_fragment = shared_fragments[key] = SharedFragment(tokens, int(self._fragments[fragment]), num_users)
+                num_sharing_shards = max(1, num_sources_and_shards(self._source_key)[1] // (len(self._fragments) - 1))
+            shared_fragment = shared_fragments[key] = SharedFragment(
+                tokens, int(self._fragments[fragment]), num_sharing_shards
+            )
         return shared_fragment
 
     def _fragment_at(self, row: int) -> int:

@@ -67,13 +67,13 @@ class ReadyDocuments:
     fragments: list[SharedFragment]
 
 
-def join_ready(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> Spans:
+def join_ready(ready: Sequence[ReadyDocuments], slot_shifts: Sequence[int]) -> Spans:
     """Return the documents of all readers as one `Spans`, with position updates for the row that holds all readers."""
     first_fragments = np.cumsum([0, *(len(docs.fragments) for docs in ready)])
     indices = [docs.fragment_index + start for docs, start in zip(ready, first_fragments.tolist(), strict=False)]
     fragments = [fragment for docs in ready for fragment in docs.fragments]
     spans = locate_rows(np.concatenate([docs.rows for docs in ready]), np.concatenate(indices), fragments)
-    runs = [(slot, *run) for docs, slot in zip(ready, first_slots, strict=True) for run in docs.runs]
+    runs = [(slot, *run) for docs, slot in zip(ready, slot_shifts, strict=True) for run in docs.runs]
     slot, epoch, start, run_lengths = np.array(runs).T
     rows_written = np.arange(1, len(spans) + 1) + np.repeat(start - np.cumsum(run_lengths) + run_lengths, run_lengths)
     slots_written, ends = np.repeat(slot + 1, run_lengths), np.arange(len(spans) + 1)

@@ -114,7 +114,7 @@ class ShardRows(ShardEpochs):
             seed=self.shard.seed,
             window=self.window,
             permutes_all_rows=self.permutes_all_rows,
-            batch_order=self.batch_order,
+            global_batch_order=self.global_batch_order,
         )
 
     def num_epoch_rows(self, epoch: int) -> int:
@@ -218,7 +218,7 @@ class ShardRows(ShardEpochs):
     def share(self, epoch: int, shard: int = -1) -> ShardRowRanges | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
         fragments = self._source.fragments
-        if fragments is None or self.batch_order is not None:
+        if fragments is None or self.global_batch_order is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
         row_range_shift = self.row_range_of_shard(epoch, shard) - shard

@@ -107,7 +107,7 @@ class PositionUpdates:
         return PositionUpdates(self.ends, self.slot + first_slot, self.slot_values)
 
     @staticmethod
-    def join(all_updates: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
+    def join(all_updates: Sequence[PositionUpdates], slot_shifts: Sequence[int] = ()) -> PositionUpdates:
         """Concatenate position updates of successive documents; each item is shifted by its first slot if these are given."""
         updates_per_document = [len(updates.slot) for updates in all_updates]
         slot = np.concatenate([updates.slot for updates in all_updates])
@@ -115,7 +115,7 @@ class PositionUpdates:
         ends = np.concatenate([[0], *[updates.ends[1:] for updates in all_updates]])
         ends[1:] += np.repeat(np.cumsum([0, *updates_per_document[:-1]]), [len(updates) for updates in all_updates])
         return PositionUpdates(
-            ends, slot + np.repeat(first_slots, updates_per_document) if len(first_slots) else slot, value
+            ends, slot + np.repeat(slot_shifts, updates_per_document) if len(slot_shifts) else slot, value
         )
 
     def apply(self, position: memoryview, num_documents: int) -> None:
@@ -161,12 +161,12 @@ class Spans:
         return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())
 
     @staticmethod
-    def join(all_spans: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
+    def join(all_spans: Sequence[Spans], slot_shifts: Sequence[int] = ()) -> Spans:
         """Concatenate the documents of several `Spans`.
 
         Their moves are in one row, or are shifted by their first slots if these are given (`PositionUpdates.shifted`).
         """
-        if len(all_spans) <= 1 and not any(first_slots):
+        if len(all_spans) <= 1 and not any(slot_shifts):
             return all_spans[0] if all_spans else EMPTY_SPANS
         document_counts = [len(spans.length) for spans in all_spans]
         array = np.concatenate([spans.array for spans in all_spans])
@@ -176,7 +176,7 @@ class Spans:
             np.where(array < 0, -1, array + first_array),
             np.concatenate([spans.start for spans in all_spans]),
             np.concatenate([spans.length for spans in all_spans]),
-            PositionUpdates.join([spans.moves for spans in all_spans], first_slots),
+            PositionUpdates.join([spans.moves for spans in all_spans], slot_shifts),
             tuple([owner for spans in all_spans for owner in spans.owners]),
         )
 
