@@ -1,6 +1,6 @@
 """Load a checkpoint into a state: compare the two, read and check the files, then assign the values.
 
-What of a state and a checkpoint does not fit is known from the metadata alone, all of it, before a byte is read.
+All differences between the two are found in the metadata, before a byte of data is read.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
     live_values, wanted_values, paths = ranks.on_all(lambda: _placeholders(entries, reader))
-    own_mismatches = find_mismatches(entries, wanted_values, reader.contents)
+    own_mismatches = _find_mismatches(entries, wanted_values, reader.contents)
     differences = _merge_mismatches(ranks.on_each(lambda: own_mismatches))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
     if strict and any(differences[kind] for kind in _MISMATCH_KINDS):
@@ -192,7 +192,7 @@ def _summary(saved: Contents) -> str:
     return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(values_per_name.items())) or "nothing"
 
 
-# What of a state and a checkpoint does not fit
+# Differences between a state and a checkpoint
 
 
 def _merge_mismatches(all_mismatches: list[Mismatches]) -> Mismatches:
@@ -206,7 +206,7 @@ def _merge_mismatches(all_mismatches: list[Mismatches]) -> Mismatches:
     return merged_mismatches
 
 
-def find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Mismatches:
+def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Mismatches:
     """Return the differences between the state of one rank and the checkpoint, as `Mismatches`.
 
     Args:
@@ -219,9 +219,13 @@ def find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved: 
     unexpected = {name for name in other_names if _is_requested(saved, name, requested_names)}
     return {
         "missing": {
-            name: f"{describe(value)} in the state" for name, value in wanted_values.items() if name not in saved.values
+            name: f"{_describe(value)} in the state"
+            for name, value in wanted_values.items()
+            if name not in saved.values
         },
-        "unexpected": {name: describe(saved.values[name]) for name in unexpected if not left_out & _key_prefixes(name)},
+        "unexpected": {
+            name: _describe(saved.values[name]) for name in unexpected if not left_out & _key_prefixes(name)
+        },
         "mismatched": refusals
         | {
             name: text
@@ -277,7 +281,7 @@ def _is_requested(saved: Contents, name: str, requested: set[str]) -> bool:
     return bool(requested & _key_prefixes(name)) if name in saved.pathless else str(saved.paths[name][0]) in requested
 
 
-def describe(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Describe a value of a state or a checkpoint: dtype and shape of a tensor, "a plain value" for all else."""
     if not isinstance(value, torch.Tensor):
         return "a plain value"
@@ -286,7 +290,7 @@ def describe(value: Any) -> str:
 
 def _difference(value: Any, saved_value: Any) -> str:
     """Return a text with the saved and the wanted kind, dtype and shape if they differ; else an empty text."""
-    saved_text, state_text = describe(saved_value), describe(value)
+    saved_text, state_text = _describe(saved_value), _describe(value)
     return "" if saved_text == state_text else f"{saved_text} in the checkpoint, {state_text} in the state"
 
 

@@ -247,12 +247,13 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
 
     def find() -> int:
         samples_left = np.full(len(table), _NOT_ENDED)
-        ends.runner.load(table, segment.histories)
+        runner = ends.setup.runner
+        runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
-            num_drawn, next_slots = ends.runner.look_ahead(shard, int(delivered_so_far[shard] - samples[shard]))
-            table[shard] = ends.runner.table[shard]
+            num_drawn, next_slots = runner.look_ahead(shard, int(delivered_so_far[shard] - samples[shard]))
+            table[shard] = runner.table[shard]
             if next_slots is None:  # it does not end before u; does it end within the next step?
-                num_more_samples, next_slots = ends.runner.look_ahead(
+                num_more_samples, next_slots = runner.look_ahead(
                     shard, int(delivered_at_step_end[shard] - delivered_so_far[shard])
                 )
                 num_drawn += num_more_samples

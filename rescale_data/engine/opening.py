@@ -76,7 +76,10 @@ def _reading_feed(setup: LoaderSetup, options: Options, *, pin_memory: bool) -> 
 
 
 def continue_stream(stream: Stream, old: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
-    """Move a new stream to a state, or to the place of an old one, whose ranks are then the same (`DataLoader.reopen`)."""
+    """Move a new stream to a state (`DataLoader.reopen`); on failure, change nothing.
+
+    Without a state, move it to the position of `old`; the ranks must stay the same.
+    """
     if state is None:
         if delivered:
             raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")

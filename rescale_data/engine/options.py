@@ -74,7 +74,7 @@ class Options:
 
     @property
     def pins_batches(self) -> bool:
-        """True if batches arrive in page-locked memory: there is an accelerator, and they are wanted so, or copied to it."""
+        """True if batches arrive in page-locked memory: there is an accelerator, and `pin_memory` or `transfer` asks for it."""
         return torch.accelerator.is_available() and (self.pin_memory or is_accelerator(self.transfer))
 
 

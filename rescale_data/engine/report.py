@@ -7,16 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.sources.counts import by_name, read_counters
+from rescale_data.sources.counts import READ_COUNTER_NAMES
 
 READY_COUNTER = "batches_ready"
-COUNTER_NAMES = (
-    "wait_seconds",
-    "wait_p50_seconds",
-    "wait_p99_seconds",
-    READY_COUNTER,
-    *by_name(read_counters().values),
-)
+COUNTER_NAMES = ("wait_seconds", "wait_p50_seconds", "wait_p99_seconds", READY_COUNTER, *READ_COUNTER_NAMES)
 
 
 class RankSpread(NamedTuple):

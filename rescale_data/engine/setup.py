@@ -43,7 +43,7 @@ class LoaderSetup:
     ranks: Ranks
     runner: ShardRunner
 
-    def drops_all(self, samples_left: Ints | None) -> bool:
+    def is_short_tail(self, samples_left: Ints | None) -> bool:
         """True if an epoch is known to have less than one global batch left, which will be dropped."""
         if samples_left is None or self.options.tail == "pad":
             return False
@@ -175,7 +175,7 @@ def _check_epoch(setup: LoaderSetup) -> None:
             f"in which the ranks agree on the end of the epoch; dp_rank={setup.ranks.rank} and dp_world_size="
             f"{setup.ranks.world_size} were given without one. Start it, use repeat=True, or a single rank."
         )
-    if epoch_end is not None and setup.drops_all(epoch_end[0]):
+    if epoch_end is not None and setup.is_short_tail(epoch_end[0]):
         raise ValueError(
             f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
             f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."

@@ -123,7 +123,7 @@ class Stream:
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        return not self.cursor.epoch_ended and self.setup.drops_all(self.ends.samples_left_in_epoch(self.table))
+        return not self.cursor.epoch_ended and self.setup.is_short_tail(self.ends.samples_left_in_epoch(self.table))
 
     # The epoch of the loader: an epoch of the data, or `steps_per_epoch` steps
 

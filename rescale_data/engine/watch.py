@@ -51,7 +51,7 @@ class Watchdog:
         start_time: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing
             else is cheap enough.
         report_made: True if a report was made; the watched thread may reset it.
-        thread_id: The id of the watched thread; 0 before `start`.
+        thread_id: The id of the watched thread, which sets it together with `start_time`; 0 before.
         is_running: True from `start` to `stop`.
     """
 
@@ -69,18 +69,18 @@ class Watchdog:
         self._watcher_pid = 0  # the process that has the background thread
 
     def start(self) -> None:
-        """Start to watch the calling thread, from a background thread that looks at intervals."""
+        """Start a background thread that looks at the watched thread at intervals."""
         if not self.is_running:
             self._stop_flag = WaitableFlag()
             args = weakref.ref(self), min(1.0, max(0.01, self.report_after_seconds / 4)), self._stop_flag
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
             self._watcher, self._watcher_pid = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
-        self.thread_id, self.is_running = threading.get_ident(), True
+        self.is_running = True
 
     def stop(self) -> None:
         """Stop watching, until `start` is called again."""
-        self.thread_id, self.is_running = 0, False
+        self.is_running = False
         if self._watcher is not None and self._watcher_pid == os.getpid():  # a forked process has no such thread
             self._stop_flag.set()
             self._watcher.join(1.0)  # a report may be under way

@@ -205,7 +205,7 @@ class Worker:
 
     def _make(self, feed: InProcessFeed) -> MicroBatch:
         watch = self.watch
-        watch.start_time = time.perf_counter()
+        watch.thread_id, watch.start_time = threading.get_ident(), time.perf_counter()
         try:
             micro_batch = feed.next()
         finally:

@@ -21,6 +21,8 @@ COUNTER_INDICES = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MA
 - READ_SECONDS: seconds in which a batch waited for files and their decoding;
 - MAKE_SECONDS: seconds in which batches were made, READ_SECONDS included;
 - MADE_BATCHES: batches that a worker has made in its segment."""
+READ_COUNTER_NAMES = ("read_seconds", "transform_seconds", "read_bytes", "requests", "request_bytes", "retries")
+"""Names of what a logger gets, in the order of `by_name`."""
 BACKGROUND_PREFIX = "rescale_data_"
 """Prefix of the names of threads that read ahead: their reading does not count as time that a batch waited."""
 
@@ -76,6 +78,6 @@ def by_name(counters: Any) -> dict[str, float]:
     Args:
         counters: ``float64[FIELDS]``.
     """
-    names = ("read_bytes", "requests", "request_bytes", "retries", "read_seconds")  # in the order of their indices
-    values = dict(zip(names, map(float, counters), strict=False))
-    return {**values, "transform_seconds": max(0.0, float(counters[MAKE_SECONDS]) - values["read_seconds"])}
+    read_seconds, make_seconds = float(counters[READ_SECONDS]), float(counters[MAKE_SECONDS])
+    values = [read_seconds, max(0.0, make_seconds - read_seconds), *map(float, counters[:READ_SECONDS])]
+    return dict(zip(READ_COUNTER_NAMES, values, strict=True))

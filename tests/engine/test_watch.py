@@ -226,5 +226,6 @@ def test_a_watch_that_ctrl_c_kept_from_starting_can_be_stopped_and_started(monke
             watch.start()
     watch.stop()
     watch.start()
-    assert watch.thread_id == threading.get_ident()
+    assert watch._watcher is not None
+    assert watch._watcher.is_alive()
     watch.stop()

@@ -1,6 +1,8 @@
-"""`Ranks`: the data-parallel ranks that a loader's arguments name, and the collectives of the loader among them.
+"""The data-parallel ranks of a loader.
 
-Every collective is one all-gather on the CPU among exactly these ranks; it begins when all of them have come.
+`Ranks`: the ranks, and the collectives among them. Each is one all-gather on the CPU; it begins when all ranks have come.
+`find_ranks`: the ranks that the arguments of a loader name, or that the process group has.
+`call_on_all_ranks`: a call that raises on all ranks if it fails on one.
 """
 
 from __future__ import annotations

@@ -24,8 +24,10 @@ from rescale_data.engine.recipe import (
     SAMPLES,
     STAMP,
     VersionLog,
+    VersionLogs,
 )
 from rescale_data.engine.schema import NodeParameters, Schema
+from rescale_data.engine.states.added_files import join_added_files
 from rescale_data.engine.states.change import (
     ChangedChild,
     adapt_positions,
@@ -35,7 +37,7 @@ from rescale_data.engine.states.change import (
 )
 from rescale_data.engine.states.codec import SavedState, decode, fields_in, has_remainder, table_of
 from rescale_data.engine.states.differences import differences, log_changes, without_functions, without_history
-from rescale_data.engine.states.growth import Growth, compare_sources, join_added_files, needed_manifests
+from rescale_data.engine.states.growth import Growth, compare_sources, needed_manifests
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import HasStream, Stream, stream_of
 from rescale_data.errors import DataStateError, require_type
@@ -182,7 +184,7 @@ def _refuse_changes(schema: Schema, translated: StateTranslation, num_delivered:
 
 
 def _skip_delivered(
-    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Mapping[str, VersionLog], num_samples: int
+    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: VersionLogs, num_samples: int
 ) -> tuple[Clock, Ints]:
     """Skip samples that were delivered after a save, in its topology; return clock and table (collective if rows are read).
 
