@@ -120,7 +120,7 @@ def require_int(**values: object) -> list[int]:
 
 
 def require_type(classes: type | tuple[type, ...], type_description: str, **arguments: object) -> None:
-    """Raise ``TypeError`` if an argument is of none of these classes; ``type_description`` say what to give."""
+    """Raise ``TypeError`` if an argument is of none of these classes; ``type_description`` says what to give."""
     for name, value in arguments.items():
         if not isinstance(value, classes):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {type_description}.")

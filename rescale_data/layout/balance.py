@@ -1,4 +1,4 @@
-"""If the order depends on the topology (not aligned), a worker serves next the shard with the fewest delivered samples.
+"""Chooses shards in a layout that is not aligned: a worker serves next the shard with the fewest delivered samples.
 
 Among equals the lowest index comes first. Sample s of shard i is served in the order of the pair (s, i), so that counts
 follow in closed form.

@@ -28,7 +28,7 @@ BACKGROUND_PREFIX = "rescale_data_"
 
 
 class ReadCounters:
-    """The counters, one for each of `FIELDS`, and the name of the file that is being read, empty if there is none."""
+    """The counters, one for each of `COUNTER_INDICES`, and the name of the file that is being read, empty if there is none."""
 
     def __init__(self) -> None:
         self.values: npt.NDArray[np.float64] = np.zeros(len(COUNTER_INDICES))
@@ -76,7 +76,7 @@ def by_name(counters: Any) -> dict[str, float]:
     """Return the counters as a dict by name, for a logger.
 
     Args:
-        counters: ``float64[FIELDS]``.
+        counters: ``float64[7]``, see `COUNTER_INDICES`.
     """
     read_seconds, make_seconds = float(counters[READ_SECONDS]), float(counters[MAKE_SECONDS])
     values = [read_seconds, max(0.0, make_seconds - read_seconds), *map(float, counters[:READ_SECONDS])]

@@ -76,9 +76,12 @@ class FileSource(FragmentedSource):
 
     def row(self, index: int) -> dict[str, Any]:
         fragment = self._index.fragment_at(index)
-        rows = self._rows(fragment)
+        return self._row_in(self._rows(fragment), index, int(self._index.starts[fragment]))
+
+    def _row_in(self, rows: FragmentRows, index: int, first_row: int) -> dict[str, Any]:
+        """Return a row of the source, given decoded rows from ``first_row`` on; an error names the file and the row."""
         try:
-            return rows.row(index - int(self._index.starts[fragment]))
+            return rows.row(index - first_row)
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
 

@@ -69,9 +69,8 @@ class IndexedSource(FileSource):
         compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
         if compressed_name is not None and not self.transcode:
             raise ValueError(
-                f"{posixpath.join(files.root, compressed_name)} is compressed as a whole, so that none of its rows can be read "
-                f"without "
-                f"all before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
+                f"{posixpath.join(files.root, compressed_name)} is compressed as a whole: no row can be read without all "
+                f"before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
             )
         return super()._open_index()
 

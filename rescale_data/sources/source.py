@@ -275,8 +275,8 @@ class FiledSource(Source):
         """Return the source's row numbers for some rows of a file, without the rows that a filter left out.
 
         Args:
-            name: Name of the file below the root, as in `file_row`, or its path; not the end of it, which may become the name
-                of a file that joins.
+            name: Name of the file below the root, as in `file_row`, its absolute path or its URL; not the end of a path, which
+                may become the name of a file that joins.
             rows: ``int64[n]``, rows of the file, numbered as in `file_row`.
 
         Raises:

@@ -36,7 +36,7 @@ from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.fragments import Footer, join_footers
-from rescale_data.sources.source import BadRow, RowRange, RowRanges, Tokens, TokenSource
+from rescale_data.sources.source import RowRange, RowRanges, Tokens, TokenSource
 from rescale_data.state import Ints
 
 
@@ -115,10 +115,7 @@ class TableSource(FileSource, TokenSource):
     def row_of(self, index: int, share: RowRanges) -> dict[str, Any]:
         fragment = self._index.fragment_at(index)
         piece = self._piece(fragment, share)
-        try:
-            return piece.rows.row(index - int(self._index.starts[fragment]) - piece.start)
-        except BadRow as bad:
-            raise self._bad_row_error(index, bad) from None
+        return self._row_in(piece.rows, index, int(self._index.starts[fragment]) + piece.start)
 
     def tokens_of(self, column: str, fragment: int, share: RowRanges) -> Tokens:
         piece = self._piece(fragment, share, column)

@@ -123,6 +123,7 @@ def until_exists(file: Path, sample: Any) -> Any:
 def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     for module in (reading, workers):
         monkeypatch.setattr(module, "SLOW_SECONDS", 0.2)
+    read_counters().values[:] = 0  # earlier tests of this process may have read without making batches
     go_on = tmp_path / "go_on"
     pipeline = functools.partial(mapped, rd.ParquetSource(folder), functools.partial(until_exists, go_on))
     lines: list[str] = []

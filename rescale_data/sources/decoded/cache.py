@@ -58,9 +58,9 @@ class Cache:
 
     A look-up takes the same time however many entries there are. `CostlyValue` values are evicted last, as long as they take
     at most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`cache_share`)
-    the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in
-    use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once
-    for each window.
+    of the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it
+    is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not
+    once for each window.
     """
 
     def __init__(self) -> None:

@@ -286,8 +286,7 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
         if info["size"] is None:  # a web page that lists files has no sizes
             infos_by_path[path] = attempt(remote, path, partial(_info_with_size, filesystem, path))
     stamps = {path: (int(info["size"]), _version_stamp(info)) for path, info in infos_by_path.items()}
-    files = _build_files(folders, stamps)
-    return replace(files, filesystem=filesystem, remote=remote)
+    return replace(_build_files(folders, stamps), filesystem=filesystem, remote=remote)
 
 
 def _list_files_at(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:

@@ -114,9 +114,8 @@ class RemoteFile(RangeReader):
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Return several byte ranges, which are requested at the same time."""
-        offsets, lengths = [offset for offset, _ in ranges], [length for _, length in ranges]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            return list(pool.map(self._range, offsets, lengths))
+            return list(pool.map(self._range, *zip(*ranges, strict=True)))
 
     def as_arrow(self) -> Any:
         """Return the whole file as an object that pyarrow can read."""
