@@ -57,20 +57,20 @@ class ColumnDocuments:
         self._node, self._column, self._reader_name = node, column, reader_name
         for _, inner in node.walk():
             inner.reread = True
-        self._epoch_ended, self._has_changeable_node = False, any(may_change(inner) for _, inner in node.walk())
+        self._has_ended, self._has_changeable_node = False, any(may_change(inner) for _, inner in node.walk())
 
     is_costly_to_read = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         del max_documents
-        if self._epoch_ended or self._node.position != position:
+        if self._has_ended or self._node.position != position:
             go_to(self._node, position)
+        self._has_ended = True  # also by an error, after which a generator yields nothing
         try:
-            self._epoch_ended = False
             sample = next(self._node)
         except StopIteration:
-            self._epoch_ended = True
             return EMPTY_SPANS
+        self._has_ended = False
         try:
             tokens = _convert_to_tokens(sample, self._column, self._reader_name).copy()
             document_values = DocumentValues({self._column: tokens})

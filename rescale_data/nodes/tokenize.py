@@ -217,7 +217,9 @@ class Tokenize(Node[dict[str, Any]]):
             except StopIteration:
                 pass
             except Exception:
-                if samples:  # it is raised again in the turn of its sample
+                # Raised again in the turn of its sample; until it is bound anew, a generator has ended with its error
+                go_to(self._source, next_positions[-1] if samples else self._bookmark)
+                if samples:
                     break
                 raise
             next_positions.append(copy_of(self._source.position))

@@ -8,12 +8,13 @@ writes into all of it; four logical shards are read in turn, twice, with a cache
 dataset that returns one object twice, or other rows from ``__getitems__`` than from ``[]``.
 
 An error of a function is raised by ``next``, and ends nothing. Crossed: each function that a user can give, where it runs,
-errors by which loops end (`StopIteration`) and others.
+errors by which loops end (`StopIteration`) and others. So is one of a source that ends with its error, as a generator does,
+wherever a node reads ahead of what it yields.
 """
 
 import copy
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,12 +27,15 @@ import pytest
 import torch.distributed as dist
 from datasets import Dataset
 from datasets.table import InMemoryTable
+from torchdata.nodes import IterableWrapper
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
+from rescale_data.state import Field
 from tests.corpus import Hooked
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import FILES, write
+from tests.nodes.zoo import by_letters
 
 NUM_ROWS, NUM_SHARDS = 24, 4
 NUMBERS = [[(7 * i + j) % 120 for j in range(i % 5)] for i in range(NUM_ROWS)]
@@ -353,3 +357,81 @@ def test_an_error_of_a_function_is_raised_and_ends_nothing(case: Case) -> None:
         list(islice(loader, 4))
     assert issubclass(raised.type, RuntimeError if case["error"] is StopIteration else case["error"])
     assert loader.step == 0
+
+
+NUM_DOCUMENTS, BROKEN = 40, 19
+
+
+def documents(length: int, broken: int) -> Iterator[dict[str, str]]:
+    """Yield documents up to a broken one."""
+    for i in range(NUM_DOCUMENTS):
+        if i == broken:
+            raise OSError("from a generator")
+        yield {"x": "." * length}
+
+
+class Iterating:
+    """The documents of a logical shard, each time anew; one of the first shard is broken, before which others end sooner."""
+
+    def __init__(self, shard: rd.Shard) -> None:
+        self._given = (1000, -1) if shard.index else (100, BROKEN)
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return documents(*self._given)
+
+
+class Own(rd.Node[Any]):
+    """A user's node over a generator."""
+
+    FIELDS = (Field(("row",)),)
+
+    def __init__(self, shard: rd.Shard) -> None:
+        super().__init__()
+        self._documents, self._iterator = Iterating(shard), iter(())
+
+    def seek(self) -> None:
+        self._iterator = islice(self._documents, self.position[0], None)
+
+    def next(self) -> Any:
+        try:
+            document = next(self._iterator)
+        except StopIteration:
+            self.position[0] = 0
+            raise
+        self.position[0] += 1
+        return document
+
+
+GENERATORS: dict[str, Callable[[rd.Shard], rd.BaseNode[Any]]] = {
+    "torchdata": lambda shard: IterableWrapper(Iterating(shard)),
+    "own": Own,
+}
+
+
+def as_tokens(sample: Any) -> dict[str, list[int]]:
+    return {"tokens": by_letters([sample["x"]])[0]}
+
+
+OVER_GENERATORS: dict[str, Callable[[rd.BaseNode[Any]], rd.Node[Any]]] = {
+    "Tokenize": lambda node: rd.Map(rd.Tokenize(node, by_letters, "x", batch_size=16), len),
+    "Tokenize-TokenPacker": lambda node: token_packer(rd.Tokenize(node, by_letters, "x", batch_size=16), "tokens"),
+    "Map-TokenPacker": lambda node: token_packer(rd.Map(node, as_tokens), "tokens"),
+    "Map-mixture-TokenPacker": lambda node: token_packer(mixture(rd.Map(node, as_tokens)), "tokens"),
+}
+
+
+def over_generator(source: str, over: str, shard: rd.Shard) -> rd.Node[Any]:
+    return OVER_GENERATORS[over](GENERATORS[source](shard))
+
+
+@pytest.mark.parametrize("over", OVER_GENERATORS)
+@pytest.mark.parametrize("source", GENERATORS)
+@pytest.mark.parametrize("run", ["none", "workers"])
+def test_an_error_that_ends_a_generator_is_no_end_of_an_epoch(over: str, source: str, run: str) -> None:
+    """Endless, so that nothing else would show that rows after it are left out."""
+    data = partial(over_generator, source, over)
+    batches_per_document = 1 if over == "Tokenize" else 102 / 5  # of 100 letters, their number and eos_id
+    with rd.DataLoader(data, global_batch_size=2, num_logical_shards=2, repeat=True, **RUNS[run]) as loader:
+        with pytest.raises(OSError, match="from a generator"):
+            list(islice(loader, 40 * BROKEN))
+        assert BROKEN - 1.1 < loader.step / batches_per_document <= BROKEN  # mixtures read one document ahead
