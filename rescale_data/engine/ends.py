@@ -57,7 +57,9 @@ class EpochEndFinder:
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
         self.verify_error = ""
         self._agreement: _EndAgreement | None = None
-        self._epoch = -1  # the epoch that the next one describes
+        self._epoch = -1  # the epoch that the next three describe
+        self._table: Ints | None = None  # with all rows, of a round that not all ranks have planned
+        self._num_ahead = 0  # samples of each shard that are read ahead in it
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def samples_left_in_epoch(self, table: Ints) -> Ints | None:
@@ -93,22 +95,26 @@ class EpochEndFinder:
         The numbers add up to less than a global batch only if no shard has more samples.
 
         Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
-        fail. Called again, all ranks plan the round anew; ends that were found stay.
+        fail. Called again, all ranks continue where they were, also those that Ctrl-C has interrupted.
         """
         self._start_epoch_search(cursor)
-        table = self.ranks.merge(cursor.positions, cursor.owners)
+        if self._table is None:
+            self._table = self.ranks.merge(cursor.positions, cursor.owners)
+        table = self._table
         self.runner.load(table, self.schema.histories)
         min_samples, samples_read = STEPS_PER_REMAINDER_ROUND * self.layout.global_batch_size, 0
-        num_ahead = -(-min_samples // len(table))
+        self._num_ahead = self._num_ahead or -(-min_samples // len(table))
         while True:
+            num_ahead = self._num_ahead
             end_samples = self._read(table[:, SAMPLES], samples_read, num_ahead)
             samples_left = np.where(
                 end_samples == _UNKNOWN_END, num_ahead, np.minimum(end_samples - table[:, SAMPLES], num_ahead)
             )
             num_unfinished = int((samples_left == num_ahead).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
+                self._table, self._num_ahead = None, 0
                 return table, samples_left
-            samples_read, num_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
+            samples_read, self._num_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -144,7 +150,7 @@ class EpochEndFinder:
         if self._epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
             self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN_END, dtype=np.int64)
-            self._epoch = cursor.clock.epoch
+            self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
 
     def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
         """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN_END`.

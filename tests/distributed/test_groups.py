@@ -27,6 +27,7 @@ import rescale_data as rd
 from rescale_data.engine.ranks import communicator
 from rescale_data.engine.ranks.ranks import find_ranks
 from rescale_data.engine.report import COUNTER_NAMES
+from rescale_data.engine.runner import ShardRunner
 from tests.distributed.ranks import fails, gathered, run_ranks
 from tests.distributed.segments import Data, Logged, take
 from tests.states import opened, same_state
@@ -250,6 +251,26 @@ def trouble_on_one_rank_is_an_error_on_all_at_once(*_: Path) -> None:
     dist.barrier()
 
 
+def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others(*_: Path) -> None:
+    """They wait in an exchange behind the ones that it has taken part in."""
+    expected, found, calls, look_ahead = [*make(fragile)], list[Any](), list[int](), ShardRunner.look_ahead
+
+    def interrupted(runner: ShardRunner, shard: int, num_samples: int) -> Any:
+        calls.append(shard)
+        if len(calls) == 2 and dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        return look_ahead(runner, shard, num_samples)
+
+    batches = iter(make(fragile, timeout=20))
+    with patch.object(ShardRunner, "look_ahead", interrupted):
+        try:
+            found.extend(batches)
+        except KeyboardInterrupt:
+            found.extend(batches)
+    assert len(calls) > 2
+    assert found == expected
+
+
 def stop_it(*_: Any) -> None:
     raise InterruptedError("preempted")
 
@@ -283,6 +304,7 @@ PROMISES = [
     (2, a_load_that_failed_on_one_rank_leaves_the_next_one_right),
     (2, ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state),
     (2, trouble_on_one_rank_is_an_error_on_all_at_once),
+    (2, a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others),
     (2, meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told),
     (4, a_state_takes_the_rows_of_each_rank_once),
     (4, forked_workers_that_take_the_store_with_them_are_warned_about),
