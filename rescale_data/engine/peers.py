@@ -214,12 +214,14 @@ class CallsSharedWithPeers:
 
     def _transfer_batch(self, batch: Any, message_kind: int) -> Any:
         try:
-            return batch if self._transfer is None else self._transfer(batch)
-        except Exception as cause:
-            error = RuntimeError(STOP_ITERATION_MESSAGE) if isinstance(cause, StopIteration) else cause
+            try:
+                return batch if self._transfer is None else self._transfer(batch)
+            except StopIteration as cause:
+                raise RuntimeError(STOP_ITERATION_MESSAGE) from cause
+        except Exception as error:
             if message_kind == BATCH_MESSAGE:
                 error.add_note(_UNTRANSFERRED_NOTE)
-            raise error from cause.__cause__
+            raise
 
 
 def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:

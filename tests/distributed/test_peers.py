@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -202,17 +203,21 @@ def a_batch_that_a_peer_cannot_send_to_its_device_is_said_to_be_lost_there(*_: A
 
     def send(batch: Any) -> Any:
         calls.append(0)
-        if me == 2 and len(calls) == 2:
-            raise StopIteration
+        if me >= 2 and len(calls) == 2:
+            try:
+                raise KeyError("cause")
+            except KeyError:
+                raise (StopIteration, OSError)[me == 3]  # noqa: B904 - the cause is implicit
         return batch.tolist()
 
     with numbers(0, 1, 2, 3, transfer=send) as loader:
         assert me or loader._stream.feed.is_prefetching, "as without peers"
         batches = iter(loader)
         assert next(batches) == [0, 1, 2, 3]
-        if me == 2:
-            with pytest.raises(RuntimeError, match="raised StopIteration") as raised:
+        if me >= 2:
+            with pytest.raises((RuntimeError, OSError), match="" if me == 3 else "raised StopIteration") as raised:
                 next(batches)
+            assert "KeyError: 'cause'" in "".join(traceback.format_exception(raised.value))
             assert "is lost on this rank: its peers have it" in raised.value.__notes__[0]
         else:
             next(batches)
