@@ -46,6 +46,10 @@ class _Sentinel(Enum):
     END_OF_EPOCH = 2
 
 
+class _CountError(ValueError):
+    """Error raised if a tokenizer returned another number of sequences than it was given texts, whatever ``on_error`` is."""
+
+
 @dataclass(frozen=True)
 class TokenBatch(CostlyValue):
     """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
@@ -233,10 +237,9 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _tokenize(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         try:
-            tokens = self._tokens(samples)
+            return self._tokens(samples)
         except Exception:
             return self._one_by_one(samples, locations)
-        return _require_one_per_text(tokens, len(samples))
 
     def _one_by_one(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized.
@@ -247,9 +250,11 @@ class Tokenize(Node[dict[str, Any]]):
         num_failed = self.position[0]
         for sample, location in zip(samples, locations, strict=True):
             try:
-                tokens_of_sample = self._tokens([sample])
+                tokens += self._tokens([sample])
             except Exception as error:
                 try:
+                    if isinstance(error, _CountError):
+                        raise
                     replacement = self._error_handler.handle_error(error, location, num_failed)
                     tokens.append(None if replacement is None else _to_token_array(replacement))
                 except Exception:
@@ -257,12 +262,10 @@ class Tokenize(Node[dict[str, Any]]):
                         break
                     raise
                 num_failed += replacement is None
-                continue
-            tokens += _require_one_per_text(tokens_of_sample, 1)
         return tokens
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
-        """Return the token ids of each sample; raise an error if a sample has no text or a result is not token ids."""
+        """Return the token ids of each sample; raise an error if a sample has no text, or a result is not theirs or no ids."""
         texts = [self._text(sample) for sample in samples]
         if not texts:
             return []
@@ -271,7 +274,10 @@ class Tokenize(Node[dict[str, Any]]):
             raise TypeError(
                 f"The tokenizer returned a {type(ids_of_texts).__name__} for a list of texts. {_WHAT_TO_GIVE}"
             )
-        return [_to_token_array(ids) for ids in ids_of_texts]
+        tokens: list[Tokens | None] = [_to_token_array(ids) for ids in ids_of_texts]
+        if len(tokens) != len(texts):
+            raise _CountError(f"The tokenizer returned {len(tokens)} values for {len(texts)} texts. {_WHAT_TO_GIVE}")
+        return tokens
 
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
@@ -298,12 +304,6 @@ class Tokenize(Node[dict[str, Any]]):
             )  # fmt: skip
             return "unknown"
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
-
-
-def _require_one_per_text(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
-    if len(tokens) != num_texts:
-        raise ValueError(f"The tokenizer returned {len(tokens)} values for {num_texts} texts. {_WHAT_TO_GIVE}")
-    return tokens
 
 
 def _to_token_array(ids: Any) -> Tokens:

@@ -150,6 +150,19 @@ def test_errors_name_the_row_or_are_skipped_and_counted(
         assert f"list[{row}] (number {number}" in caplog.text
 
 
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("times", [0, 2])
+def test_another_number_of_sequences_is_an_error_in_the_turn_of_its_row(times: int, on_error: Any) -> None:
+    def miscounts(texts: list[str]) -> list[list[int]]:
+        return by_letters([text for text in texts for _ in range(times if text.startswith("13") else 1)])
+
+    node = tokenize(miscounts, False, on_error=on_error)
+    assert [next(node)["id"] for _ in range(13)] == [*range(13)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"returned {times} values for 1 texts"):
+            next(node)
+
+
 def test_an_error_of_reading_comes_in_the_turn_of_its_row_again_and_again() -> None:
     node = tokenize(by_letters, False, source=unreadable(TEXTS, {13}))
     assert [next(node)["id"] for _ in range(13)] == [*range(13)]
