@@ -197,11 +197,36 @@ def test_a_thread_within_next_keeps_the_others_out() -> None:
     other = threading.Thread(target=lambda: first.append(next(batches)))
     other.start()
     assert asked.wait(60)
-    with pytest.raises(RuntimeError, match="Another thread is within next"):
+    with pytest.raises(RuntimeError, match="Another thread, or a call around this one, is within next"):
         next(batches)
     may_answer.set()
     other.join()
     assert sorted(torch.cat([*first, *batches]).tolist()) == list(range(48))
+
+
+def test_a_function_that_calls_next_is_kept_out_and_harms_nothing() -> None:
+    batches: list[Any] = []
+
+    def nested(row: int) -> int:
+        with pytest.raises(RuntimeError, match="or a call around this one, is within next"):
+            next(batches[0])
+        return row
+
+    loader = rd.DataLoader(lambda shard: rd.Map(rd.Reader(range(48), shard), nested), global_batch_size=12)
+    batches.append(iter(loader))
+    assert sorted(torch.cat([*batches[0]]).tolist()) == list(range(48))
+
+
+def test_a_time_that_ctrl_c_has_left_keeps_no_thread_out() -> None:
+    """It can come between the assignment of the time and the block that takes it back."""
+    loader, taken = loader_of(), list[torch.Tensor]()
+    batches = iter(loader)
+    next(batches)
+    loader._watch.start_time, loader._watch.thread_id = 0.0, threading.get_ident()
+    thread = threading.Thread(target=lambda: taken.append(next(batches)))
+    thread.start()
+    thread.join()
+    assert rows_of(taken) == [EPOCH[1]]
 
 
 def test_a_state_taken_beside_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:

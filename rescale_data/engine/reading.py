@@ -25,7 +25,7 @@ from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict, mark_unsavable, state_and_unsavable_reason
 from rescale_data.engine.stream import Stream, stream_of
-from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe, waits_for_batches
+from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe, frames, outer_frames, waits_for_batches
 from rescale_data.errors import checks_argument_types
 
 R = TypeVar("R")
@@ -335,12 +335,12 @@ class BaseLoader:
         if stream.epoch != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
-        # There is no call between this check and the assignments below: two threads cannot both pass. After Ctrl-C a time may
-        # be left of this thread itself.
-        if watch.start_time is not None and watch.thread_id != thread:
+        # Of two threads here, the second one sees a time, or the frame of the first one
+        if watch.start_time is not None and self._has_other_call_of_next():
             raise RuntimeError(
-                "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
-                "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."
+                "Another thread, or a call around this one, is within next() of this loader: one at a time takes its batches. "
+                "Let one thread take them and fill a queue for the others, or hold a lock around next(); num_workers= makes "
+                "batches in parallel."
             )
         watch.thread_id = thread
         watch.start_time = started
@@ -361,6 +361,12 @@ class BaseLoader:
             self._recent_wait_seconds.append(waited)
 
     _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
+
+    def _has_other_call_of_next(self) -> bool:
+        """True if some thread is within `_take_batch`, apart from the present call; Ctrl-C may leave a time without one."""
+        stacks = map(outer_frames, frames().values())
+        codes_and_owners = [(frame.f_code, frame.f_locals.get("self")) for stack in stacks for frame in stack]
+        return sum(code is BaseLoader._take_batch.__code__ and owner is self for code, owner in codes_and_owners) > 1
 
 
 @on_first_peer(RESULT)

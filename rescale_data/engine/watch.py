@@ -109,7 +109,7 @@ def frames() -> dict[int, FrameType]:
 def describe(innermost_frame: FrameType | None) -> str:
     """Return a text about the work of a thread: its kind, the function, the logical shard and the last row drawn."""
     callee = None
-    for frame in _outer_frames(innermost_frame):
+    for frame in outer_frames(innermost_frame):
         module = _module(frame)
         if module.startswith(_PACKAGE):
             return f"{_describe_work(module, callee)}{_describe_shard(frame)}"
@@ -119,7 +119,7 @@ def describe(innermost_frame: FrameType | None) -> str:
 
 def waits_for_batches(innermost_frame: FrameType | None) -> bool:
     """True if the innermost function of this package on a thread's stack waits for batches that others make."""
-    modules = [_module(frame) for frame in _outer_frames(innermost_frame) if _module(frame).startswith(_PACKAGE)]
+    modules = [_module(frame) for frame in outer_frames(innermost_frame) if _module(frame).startswith(_PACKAGE)]
     # The functions of `threads` wait for their callers
     return next((module for module in modules if module != f"{_PACKAGE}engine.threads"), "") in _WAITING_MODULES
 
@@ -140,7 +140,7 @@ def _describe_work(module: str, callee: FrameType | None) -> str:
 
 def _describe_shard(own_frame: FrameType) -> str:
     """Return a text that names the logical shard and the last row drawn of the innermost node on a stack; it may be empty."""
-    for frame in _outer_frames(own_frame):
+    for frame in outer_frames(own_frame):
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue
@@ -152,7 +152,8 @@ def _describe_shard(own_frame: FrameType) -> str:
     return ""
 
 
-def _outer_frames(frame: FrameType | None) -> Generator[FrameType]:
+def outer_frames(frame: FrameType | None) -> Generator[FrameType]:
+    """Yield a frame and the frames that have called it, from the inside out."""
     while frame is not None:
         yield frame
         frame = frame.f_back
