@@ -183,7 +183,7 @@ class CallsSharedWithPeers:
 
     @contextmanager
     def _whole_message(self) -> Generator[None]:
-        """Send or receive nothing more after a message that an error or Ctrl-C has cut: other peers wait for its rest."""
+        """Context of one message. If it is cut, all loaders of these peers raise until they are built anew."""
         if self._connections.attempt != self._attempt:
             raise RuntimeError(self._connections.broken_reason)
         try:
@@ -191,7 +191,7 @@ class CallsSharedWithPeers:
         except BaseException as error:
             if len(self._members) > 1:
                 self._connections.break_off(
-                    f"A message between rank {self._rank} and its peers {self._members} was cut: "
+                    f"On rank {self._rank} a message among the peers {self._members} was cut: "
                     f"{str(error) or type(error).__name__}. Build their loaders anew, on all of them, and load a state."
                 )
             raise

@@ -244,7 +244,7 @@ class Tokenize(Node[dict[str, Any]]):
     def _one_by_one(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized.
 
-        If an error is raised, the samples before it are returned without it: it is raised again in the turn of its sample.
+        Where an error must be raised, return the samples before. The error is raised again in the turn of its sample.
         """
         tokens: list[Tokens | None] = []
         num_failed = self.position[0]
