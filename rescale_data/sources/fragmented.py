@@ -65,7 +65,7 @@ class FragmentedSource(FiledSource):
             raise ValueError(f"cache_bytes={self.cache_bytes}, cache_dir_bytes={self.cache_dir_bytes}: at least 1.")
         cache_dir = _absolute_folder("cache_dir", self.cache_dir)
         store = None if cache_dir is None else local_store_for(cache_dir, self.cache_dir_bytes)
-        self.cache_dir_bytes = 0 if store is None else self.cache_dir_bytes
+        self.disk_bytes = 0 if store is None else self.cache_dir_bytes
         self._index_dir = _absolute_folder("index_dir", self.index_dir)
         self._files = replace(self.find_files(self.paths, self.storage_options, self.remote), store=store)
         self.reads_ahead = self._files.filesystem is not None and self._files.remote.read_ahead
@@ -123,7 +123,7 @@ class FragmentedSource(FiledSource):
 
     def __getstate__(self) -> dict[str, Any]:
         overrides = {} if self._index_bundle is None else {"_files": self._files.with_files((), (), ()), "_index": None}
-        return {**vars(self), "fragments": None, "paths": (), **overrides}
+        return {**vars(self), "fragments": None, "paths": (), "storage_options": None, **overrides}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

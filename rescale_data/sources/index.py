@@ -35,7 +35,7 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-INDEX_FORMAT_VERSION = 5
+INDEX_FORMAT_VERSION = 6
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
 _FILE_DIGESTS_ARRAY, _PARTS_ARRAY = "probes", "parts"

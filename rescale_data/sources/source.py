@@ -108,7 +108,7 @@ class Source(BaseSource):
     """Names of the columns that are read, if the source can choose; `None` if each row has columns of its own."""
     cache_bytes: int = DEFAULT_CACHE_BYTES
     """Byte budget of the cache of a rank, which all its sources share, and all its processes in equal parts."""
-    cache_dir_bytes: int = 0
+    disk_bytes: int = 0
     """Byte budget of a folder on a local disk, used in addition to the cache; 0 if there is none."""
     fragment_bytes: int = 0
     """Decoded bytes of a typical fragment; 0 if not known."""

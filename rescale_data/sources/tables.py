@@ -106,11 +106,11 @@ class TableSource(FileSource, TokenSource):
         return True
 
     def should_cache_pieces(self, num_shards: int, *, packed: bool) -> bool:
-        if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
+        if not self.decoding_costs or num_shards == 1 or (packed and not self.disk_bytes and room_for_block(self)):
             return False
         needed_bytes, room_bytes = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, cache_share(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return needed_bytes > room_bytes or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
+        return needed_bytes > room_bytes or (self.disk_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
 
     def row_of(self, index: int, share: RowRanges) -> dict[str, Any]:
         fragment = self._index.fragment_at(index)

@@ -174,7 +174,7 @@ class Fragments(Source):
     fragments = np.arange(0, 1001, 10)
 
     def __init__(self, fragment_bytes: int, cache_bytes: int, cache_dir_bytes: int = 0) -> None:
-        self.fragment_bytes, self.cache_bytes, self.cache_dir_bytes = fragment_bytes, cache_bytes, cache_dir_bytes
+        self.fragment_bytes, self.cache_bytes, self.disk_bytes = fragment_bytes, cache_bytes, cache_dir_bytes
 
     def manifest(self) -> Any: ...
     def row(self, index: int) -> Any: ...

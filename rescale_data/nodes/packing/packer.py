@@ -144,8 +144,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def write(self, buffer: BatchBuffer, row_index: int) -> None:
         if self._is_epoch_over:
             raise StopIteration
-        offset, special_tokens = self.position[self._offset_slot], self._special_tokens
+        # Before the offset: a document that is blocked now ends, and the next one begins
         documents = self.stream.documents_left() if self._draws_one_by_one else EMPTY_SPANS
+        offset, special_tokens = self.position[self._offset_slot], self._special_tokens
         tokens = buffer.row("tokens", row_index)
         labels = buffer.row("labels", row_index) if self.labels else None
         doc_ids = buffer.row("doc_ids", row_index) if self.doc_ids else None

@@ -395,9 +395,9 @@ static PyObject* fill(PyObject* type, PyObject* args) {
   TokenQueue** queues = NULL;
   if (!PyArg_ParseTuple(args, "O!nOOO", &PyList_Type, &list, &first, &objects[0], &objects[1], &objects[2])) return NULL;
   int status = FAILED;
-  const Py_ssize_t stop = PyList_Size(list);
   if (open_rows(objects[0], &rows[0], NULL) || open_rows(objects[1], &rows[1], &rows[0]) || open_rows(objects[2], &rows[2], &rows[0]))
     goto done;
+  const Py_ssize_t stop = PyList_Size(list); /* after calls of Python, which may change it */
   if (first < 0 || !rows[0].obj || stop > rows[0].shape[0]) refuse("a batch has fewer rows than there are token queues");
   else if (!(queues = PyMem_Malloc((stop + 1) * sizeof(*queues)))) PyErr_NoMemory();
   else status = DONE;

@@ -148,7 +148,7 @@ def warn_if_thrashing(
     needed_bytes = sum(_bytes_needed_by(source, num_shards) for source in fragmented) + num_shards * extra_bytes
     num_bytes = (1 + num_workers) * needed_bytes
     # A piece is kept in both
-    room_bytes = max((max(source.cache_bytes, source.cache_dir_bytes) for source in fragmented), default=0)
+    room_bytes = max((max(source.cache_bytes, source.disk_bytes) for source in fragmented), default=0)
     owners = {owner_id(source) for source in fragmented}
     if num_bytes <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
         return

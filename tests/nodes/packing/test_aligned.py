@@ -1,5 +1,6 @@
 """Columns beside the tokens: cut and packed with them, by both packers. Resumed and rescaled: `tests.nodes.zoo`."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from tests.nodes.resume import endless, take
+from tests.nodes.resume import endless, plain, take
 
 N, EOS, BOS, PAD = 6, 9_999_999, 9_999_998, 9_999_997
 RNG = np.random.default_rng(4)
@@ -57,6 +58,23 @@ def check_values(tokens: list[int], sample: Any) -> None:
 
 def learned(token: int, before: int) -> bool:
     return token in LEARNED or (token == EOS and before in LEARNED)
+
+
+def test_columns_stay_beside_their_tokens_where_the_document_within_is_blocked() -> None:
+    def loader(blocked: set[int]) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.TokenPacker:
+            rows = rd.Reader(SOURCE, shard, exclude=blocked)
+            return rd.TokenPacker(rows, column="tokens", seq_len=16, eos_id=EOS, bos_id=BOS, columns=COLUMNS)
+
+        return rd.DataLoader(pipeline, global_batch_size=N, num_logical_shards=N, repeat=True)
+
+    run = loader(set())
+    for batch in itertools.islice(run, 12):
+        resumed = loader({last // 100 for last in batch["tokens"][:, -1].tolist() if last < BOS})
+        resumed.load_state_dict(run.state_dict())
+        values = plain(next(iter(resumed)))
+        for i, tokens in enumerate(values["tokens"]):
+            check_values(tokens, {**{key: value[i] for key, value in values.items()}, "real": [True] * 16})
 
 
 @given(st.integers(0, N - 1), st.sampled_from([16, 33, 64]), st.sampled_from([None, BOS]))
