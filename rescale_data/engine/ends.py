@@ -95,7 +95,7 @@ class EpochEndFinder:
         The numbers add up to less than a global batch only if no shard has more samples.
 
         Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
-        fail. Called again, all ranks continue where they were, also those that Ctrl-C has interrupted.
+        fail, and begin anew where this is called again. A rank that Ctrl-C has interrupted continues where it was.
         """
         self._start_epoch_search(cursor)
         if self._table is None:
@@ -169,7 +169,11 @@ class EpochEndFinder:
             return epoch_ends
 
         ranks = self.ranks.at_position_in_run(int(sample_counts.sum()), num_ahead)
-        self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
+        try:
+            self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
+        except Exception:  # an exchange may have failed on some ranks alone: all plan the round from its beginning
+            self._table, self._num_ahead = None, 0
+            raise
         return self._epoch_ends[:, 0]
 
 

@@ -364,9 +364,9 @@ class BaseLoader:
 
     def _has_other_call_of_next(self) -> bool:
         """True if some thread is within `_take_batch`, apart from the present call; Ctrl-C may leave a time without one."""
-        stacks = map(outer_frames, frames().values())
-        codes_and_owners = [(frame.f_code, frame.f_locals.get("self")) for stack in stacks for frame in stack]
-        return sum(code is BaseLoader._take_batch.__code__ and owner is self for code, owner in codes_and_owners) > 1
+        code = BaseLoader._take_batch.__code__
+        calls = [frame for stack in map(outer_frames, frames().values()) for frame in stack if frame.f_code is code]
+        return sum(call.f_locals.get("self") is self for call in calls) > 1
 
 
 @on_first_peer(RESULT)

@@ -63,9 +63,9 @@ class ColumnDocuments:
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         del max_documents
-        if self._has_ended or self._node.position != position:
+        has_ended, self._has_ended = self._has_ended, True  # also by an error, after which a generator yields nothing
+        if has_ended or self._node.position != position:
             go_to(self._node, position)
-        self._has_ended = True  # also by an error, after which a generator yields nothing
         try:
             sample = next(self._node)
         except StopIteration:

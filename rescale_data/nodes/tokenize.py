@@ -216,8 +216,9 @@ class Tokenize(Node[dict[str, Any]]):
         next_positions: list[View] = []
         while len(next_positions) < min(max_texts, self._num_next_texts) and len(samples) == len(next_positions):
             try:
-                samples.append(next(self._source))
-                locations.append(self._source.locate())
+                sample, location = next(self._source), self._source.locate()
+                samples.append(sample)
+                locations.append(location)
             except StopIteration:
                 pass
             except Exception:
@@ -275,8 +276,8 @@ class Tokenize(Node[dict[str, Any]]):
                 f"The tokenizer returned a {type(ids_of_texts).__name__} for a list of texts. {_WHAT_TO_GIVE}"
             )
         tokens: list[Tokens | None] = [_to_token_array(ids) for ids in ids_of_texts]
-        if len(tokens) != len(texts):
-            raise _CountError(f"The tokenizer returned {len(tokens)} values for {len(texts)} texts. {_WHAT_TO_GIVE}")
+        if len(tokens) != len(samples):  # the tokenizer may have changed its list of texts
+            raise _CountError(f"The tokenizer returned {len(tokens)} values for {len(samples)} texts. {_WHAT_TO_GIVE}")
         return tokens
 
     def _text(self, sample: Any) -> str:

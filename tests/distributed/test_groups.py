@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
+from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.ranks import communicator
 from rescale_data.engine.ranks.ranks import find_ranks
 from rescale_data.engine.report import COUNTER_NAMES
@@ -271,6 +272,37 @@ def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_other
     assert found == expected
 
 
+def an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call(*_: Path) -> None:
+    expected, end = [*make(fragile)], communicator._Group.end
+    for failing in (1, 3):
+        found, exchanges, plan = list[Any](), list[int](), EpochEndFinder.plan_remainder_round
+
+        def planned(finder: EpochEndFinder, cursor: Any, exchanges: Any = exchanges, plan: Any = plan) -> Any:
+            exchanges.append(0)
+            return plan(finder, cursor)
+
+        def ended(*arguments: Any, exchanges: Any = exchanges, failing: int = failing) -> None:
+            end(*arguments)
+            exchanges.extend(exchanges and [1])
+            if sum(exchanges) == failing and dist.get_rank() == 0:
+                exchanges.append(1)
+                raise OSError("the network")
+
+        batches, errors = iter(make(fragile, timeout=3)), 0
+        with (
+            patch.object(EpochEndFinder, "plan_remainder_round", planned),
+            patch.object(communicator._Group, "end", ended),
+        ):
+            while errors < 4:
+                try:
+                    found.extend(batches)
+                    break
+                except (RuntimeError, OSError):  # the other rank may wait its whole timeout before it comes again
+                    errors += 1
+        assert 0 < errors < 4
+        assert found == expected
+
+
 def stop_it(*_: Any) -> None:
     raise InterruptedError("preempted")
 
@@ -305,6 +337,7 @@ PROMISES = [
     (2, ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state),
     (2, trouble_on_one_rank_is_an_error_on_all_at_once),
     (2, a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others),
+    (2, an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call),
     (2, meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told),
     (4, a_state_takes_the_rows_of_each_rank_once),
     (4, forked_workers_that_take_the_store_with_them_are_warned_about),
