@@ -25,15 +25,15 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
 from rescale_data.engine.options import Options
+from rescale_data.engine.ranks.find_ranks import MESH_TYPES, members_of, ranks_in
 from rescale_data.engine.ranks.meeting import digest, gather_texts, gloo, make_once, members_by_dp_rank
-from rescale_data.engine.ranks.ranks import MESH_TYPES, members_of, ranks_in
 from rescale_data.engine.stream import STOP_ITERATION_MESSAGE, Stream
 from rescale_data.engine.transfer import transfer_function
 from rescale_data.errors import require_callable, require_type, to_picklable
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_group_count = itertools.count()
+_loader_numbers = itertools.count()
 BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
 _NO_COUNTS = (0, 0, 0, 0)
 _HEADER_SIZE = 4 + len(_NO_COUNTS)
@@ -111,7 +111,7 @@ class CallsSharedWithPeers:
         """Compare the arguments of all peers, and make their gloo groups: of all, and of the receivers of batches."""
         self._connections = make_once(None, ("peers", *self._members), _Connections)
         digests = [f"{digest(setting):x}" for setting in settings.values()]
-        message = " ".join(map(str, (int(is_receiver), next(_group_count), self._connections.attempt, *digests)))
+        message = " ".join(map(str, (int(is_receiver), next(_loader_numbers), self._connections.attempt, *digests)))
         texts, store = gather_texts(f"peers/{digest(self._members)}", self._members, self._timeout, message)
         messages = dict(zip(self._members, (text.split() for text in texts), strict=True))
         first_message = messages[self._members[0]]

@@ -11,7 +11,8 @@ from functools import cached_property
 
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.options import Options
-from rescale_data.engine.ranks.ranks import Ranks, find_ranks
+from rescale_data.engine.ranks.find_ranks import find_ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, path_name
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema

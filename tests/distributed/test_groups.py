@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import rescale_data as rd
 from rescale_data.engine.ends import EpochEndFinder
 from rescale_data.engine.ranks import communicator
-from rescale_data.engine.ranks.ranks import find_ranks
+from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.report import COUNTER_NAMES
 from rescale_data.engine.runner import ShardRunner
 from tests.distributed.ranks import fails, gathered, run_ranks
