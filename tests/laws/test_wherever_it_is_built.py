@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
-from rescale_data.engine.ranks import ranks as ranks_module
+from rescale_data.engine.ranks import find_ranks
 from tests.distributed.ranks import SECONDS, run_ranks
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, is_kept
@@ -404,7 +404,7 @@ def test_a_job_of_several_processes_without_a_group(
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(launcher, "4")
-    ranks_module._warn_once.cache_clear()
+    find_ranks._warn_once.cache_clear()
     for numbers in ({"dp_world_size": 1}, {"dp_rank": 1, "dp_world_size": 2}):
         loader_of("rows", **numbers)
     if launcher == "WORLD_SIZE":
