@@ -84,6 +84,8 @@ class FileSource(FragmentedSource):
             return rows.row(index - first_row)
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
+        except (ValueError, OverflowError) as error:  # as of a string that is not UTF-8
+            raise self._bad_row_error(index, BadRow(f"it cannot be read: {error}. Fix it, or leave it out.")) from error
 
     def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         key = self._cache_key(fragment, column, share)

@@ -151,6 +151,14 @@ class TestRows:
                 source.row(3)
 
     @suffixes
+    def test_a_string_that_is_not_utf_8_names_its_row_and_harms_no_other(self, suffix: str, tmp_path: Path) -> None:
+        strings = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"b"]).buffers())
+        source = source_of(write_table(tmp_path / f"a{suffix}", {"text": strings}), suffix)
+        with pytest.raises(ValueError, match=rf"a{suffix}, row 1: it cannot be read: 'utf-8' codec"):
+            source.row(1)
+        assert source.row(2) == {"text": "b"}
+
+    @suffixes
     def test_columns_are_found_by_their_names(self, suffix: str, tmp_path: Path) -> None:
         write_table(tmp_path / f"a{suffix}", {"ids": [[1]], "a.b": [1], "a": [{"b": 2}]})
         write_table(tmp_path / f"b{suffix}", {"a": [{"b": 4}], "a.b": [3], "ids": [[2]]})

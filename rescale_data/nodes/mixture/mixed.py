@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class MixedDocuments:
         """Drop the documents that a call of `read` has read, since hundreds of sources in each shard would take much memory."""
         self._buffers: dict[int, SourceBuffer] = {}
         self._batched_spans, self._batched_ranges = EMPTY_SPANS, _NO_RANGES
+        self._errors: dict[int, Exception] = {}  # of sources, each for the turn of its document
 
     def _documents_of(self, source: int) -> DocumentReader:
         documents = self._kept_documents.get(source) or self._mixture.sources.documents(source, self._column)
@@ -143,6 +145,8 @@ class MixedDocuments:
             else:
                 sources, ended = self._read_chosen(arcs.end_points.searchsorted(points, side="right"), points, arcs)
             spans = self._in_draw_order(position[0], sources) if len(sources) else EMPTY_SPANS
+            if not len(sources) and ended in self._errors:
+                raise self._errors[ended]
         finally:  # also after a read that fails: the next one may be at another position
             self._drop_documents()
         return spans, ended
@@ -154,11 +158,12 @@ class MixedDocuments:
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments):
                 position = self._start_position[self._slots[source]]
                 goes_on = self._repeats and source not in self._ending_sources
-                ready_documents = documents.find_decoded(position, num, goes_on)
-                if ready_documents is None:
-                    unready[source] = documents.read(position, num)
-                else:
-                    ready[source] = ready_documents
+                with suppress(Exception):  # `_fill_buffer` reads again, and keeps the error
+                    ready_documents = documents.find_decoded(position, num, goes_on)
+                    if ready_documents is None:
+                        unready[source] = documents.read(position, num)
+                    else:
+                        ready[source] = ready_documents
         self._num_reads += len(ready) + len(unready)
         counts = [len(docs.rows) for docs in ready.values()] + [len(spans) for spans in unready.values()]
         self._batched_ranges = np.zeros((2, self._num_sources), dtype=np.int64)
@@ -227,8 +232,12 @@ class MixedDocuments:
             self._buffers[source] = buffer
         while buffer.num_documents < num and not (buffer.num_documents and self._num_reads >= self._max_reads):
             self._num_reads += 1
-            if buffer.read_documents(num):
-                continue
+            try:
+                if buffer.read_documents(num):
+                    continue
+            except Exception as error:
+                self._errors[source] = error
+                break
             if not self._repeats or source in self._ending_sources:
                 break
             if buffer.num_empty_epochs == MAX_EMPTY_EPOCHS:
