@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from tests.histories.books import Books
 from tests.histories.crew import in_threads
-from tests.histories.plans import as_samples
 from tests.histories.ranks import Seats, Top
+from tests.pipelines import as_samples
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

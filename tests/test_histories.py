@@ -12,10 +12,10 @@ import rescale_data as rd
 from tests.histories.books import Books, difference
 from tests.histories.crew import Hang, in_threads
 from tests.histories.history import accepts, fail_in, failing_reads
-from tests.histories.plans import Files, Pipeline, Plan, as_samples
+from tests.histories.plans import Files, Pipeline, Plan
 from tests.histories.ranks import Seats, Top
 from tests.histories.shards import history_of
-from tests.pipelines import PIPELINES
+from tests.pipelines import PIPELINES, as_samples
 from tests.states import opened
 
 

@@ -15,8 +15,9 @@ from rescale_data.engine.recipe import EPOCH_ENDED, NO_REMAINDER, REMAINDER_COLU
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Silent, comparable, difference, require
-from tests.histories.plans import Files, Pipeline, as_samples, plan_of
+from tests.histories.plans import Files, Pipeline, plan_of
 from tests.histories.ranks import Seats, Top, again
+from tests.pipelines import as_samples
 from tests.states import opened
 
 TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")

@@ -271,7 +271,3 @@ def split(batch: Any, count: int) -> list[Any]:
     if isinstance(batch, dict) and isinstance(batch.get("samples"), list):
         return [plain(sample) for sample in batch["samples"]]
     return [{key: plain(value[i]) for key, value in batch.items() if key != "valid"} for i in range(count)]
-
-
-def as_samples(samples: list[Any]) -> dict[str, Any]:
-    return {"samples": samples}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import rescale_data as rd
 from tests.distributed.ranks import run_ranks
 from tests.laws.pairs import Case, cases, name_of
+from tests.nodes.resume import plain
 from tests.states import where
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -203,15 +204,6 @@ def opened(case: Case, feed: str, corpus: Corpus) -> Any:
         return rd.DataLoader(data, **arguments)
     one: Any = {"dp_rank": 0, "dp_world_size": 1, **arguments}
     return rd.DataLoader(lambda: data, peers=dist.group.WORLD, **one) if feed else rd.DataLoader(data, **one)
-
-
-def plain(value: Any) -> Any:
-    """A value, so that it can be compared."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return value
 
 
 def outcome(call: Callable[[], Any]) -> Any:

@@ -35,7 +35,7 @@ from rescale_data.state import Field
 from tests.corpus import Hooked
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import FILES, write
-from tests.nodes.zoo import by_letters
+from tests.laws.tables import letters as by_letters
 
 NUM_ROWS, NUM_SHARDS = 24, 4
 NUMBERS = [[(7 * i + j) % 120 for j in range(i % 5)] for i in range(NUM_ROWS)]

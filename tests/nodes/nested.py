@@ -7,7 +7,8 @@ import numpy as np
 from torchdata import nodes
 
 import rescale_data as rd
-from tests.nodes.zoo import BOOKS, CODE, FEW, WEB, by_letters, fails_on_some, is_kept, noisy
+from tests.laws.tables import letters as by_letters
+from tests.nodes.zoo import BOOKS, CODE, FEW, WEB, fails_on_some, is_kept, noisy
 
 SOURCES = [WEB, CODE, BOOKS, FEW]
 

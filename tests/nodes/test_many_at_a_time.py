@@ -18,8 +18,8 @@ from rescale_data.nodes.mixture import mixed
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import listed, write
 from tests.formats import write_jsonl, write_table
+from tests.laws.tables import letters as by_letters
 from tests.nodes.resume import plain
-from tests.nodes.zoo import by_letters
 
 SHARD = {"index": 1, "num_logical_shards": 3}
 

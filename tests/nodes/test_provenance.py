@@ -11,7 +11,8 @@ import torch
 
 import rescale_data as rd
 from tests.corpus import documents, write
-from tests.nodes.zoo import CODE, WEB, by_letters, fails_on_some, read
+from tests.laws.tables import letters as by_letters
+from tests.nodes.zoo import CODE, WEB, fails_on_some, read
 
 SOURCES = {"web": WEB, "code": CODE}
 PACKERS = {"cut": rd.TokenPacker, "whole": functools.partial(rd.WholeDocumentPacker, window=5)}

@@ -15,9 +15,9 @@ import rescale_data as rd
 from rescale_data.nodes.tokenize import _to_token_array
 from rescale_data.nodes.tokenized import concatenate_ids
 from tests.corpus import unreadable
+from tests.laws.tables import letters as by_letters
 from tests.nodes.resume import endless
-from tests.nodes.zoo import by_letters
-from tests.pipelines import plain as as_values
+from tests.nodes.resume import plain as as_values
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -216,12 +216,6 @@ def test_a_sample_that_does_not_fit_is_an_error_that_names_node_and_row(make: Ma
     assert any("given rows: rows[0]" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_tokenizer_that_returns_another_number_is_an_error_whatever_is_skipped(on_error: Any) -> None:
-    with pytest.raises(ValueError, match="returned 0 values for 1 texts"):
-        next(rd.Tokenize(rows(), lambda texts: [], "text", batch_size=8, on_error=on_error))
-
-
 def test_shards_that_yield_other_columns() -> None:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         return cut(rd.Reader([ROW] * 8, shard), seq_len=2 + shard.index)

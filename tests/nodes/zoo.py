@@ -11,6 +11,7 @@ from torchdata import nodes
 import rescale_data as rd
 from tests.laws import tables
 from tests.laws.pairs import name_of
+from tests.laws.tables import letters as by_letters
 
 
 def corpus(name: str, lengths: list[int]) -> list[dict[str, Any]]:
@@ -47,10 +48,6 @@ def fails_on_some(sample: Any, *_: Any) -> Any:
     if sample["id"] % 5 == 2:
         raise ValueError(f"bad row {sample['id']}")
     return sample
-
-
-def by_letters(texts: list[str]) -> list[list[int]]:
-    return [[len(text), *map(ord, text)] for text in texts]
 
 
 def read(source: Any, shard: rd.Shard, **kwargs: Any) -> rd.Reader:

@@ -46,7 +46,8 @@ def test_every_document_is_whole_and_there_once(
     lengths: list[int], long: Any, eos: int | None, bos: int | None, window: int, max_documents: int
 ) -> None:
     data = rows_of(lengths)
-    node = packer(data, long=long, eos_id=eos, bos_id=bos, window=window, max_documents=max_documents, pad_id=0)
+    form: Any = {"long": long, "eos_id": eos, "bos_id": bos, "window": window, "max_documents": max_documents}
+    node = packer(data, pad_id=0, labels=True, **form)
     expected, num_long = [], 0
     for row in data:
         doc = [*([] if bos is None else [bos]), *row["tokens"].tolist(), *([] if eos is None else [eos])]
@@ -62,6 +63,7 @@ def test_every_document_is_whole_and_there_once(
         if used < 8:
             assert here.pop() == [0] * (8 - used)
         assert 1 <= len(here) <= max_documents
+        assert_columns_agree(sample, used, max_documents)
         found += here
         padding += 8 - used
     assert sorted(found) == sorted(expected)
@@ -69,28 +71,19 @@ def test_every_document_is_whole_and_there_once(
     assert (state["padding"], state["long"]) == (padding, num_long)
 
 
-@given(lengths)
-@settings(max_examples=60)
-def test_columns_agree(lengths: list[int]) -> None:
-    for sample in packer(rows_of(lengths), eos_id=EOS, labels=True):
-        cu = sample["cu_seqlens"]
-        assert (cu.dtype, cu.shape) == (torch.int32, (66,))
-        assert cu[0] == 0
-        assert cu[-1] == 8
-        values = plain(sample)
-        used = sum(doc >= 0 for doc in values["doc_ids"])
-        for doc in range(max(values["doc_ids"]) + 1):
-            a, b = values["cu_seqlens"][doc : doc + 2]
-            assert values["doc_ids"][a:b] == [doc] * (b - a)
-            assert values["positions"][a:b] == list(range(b - a))
-            assert values["labels"][a:b] == [*values["tokens"][a + 1 : b], -100]
-            assert values["loss_mask"][a:b] == [True] * (b - a - 1) + [False]
-        rest = 8 - used
-        assert values["tokens"][used:] == [EOS] * rest
-        assert values["labels"][used:] == [-100] * rest
-        assert values["loss_mask"][used:] == [False] * rest
-        assert values["positions"][used:] == [0] * rest
-        assert values["doc_ids"][used:] == [-1] * rest
+def assert_columns_agree(sample: dict[str, Any], used: int, max_documents: int) -> None:
+    cu = sample["cu_seqlens"]
+    assert (cu.dtype, cu.shape) == (torch.int32, (max_documents + 2,))
+    assert (cu[0], cu[-1]) == (0, 8)
+    values = plain(sample)
+    for doc in range(max(values["doc_ids"]) + 1):
+        a, b = values["cu_seqlens"][doc : doc + 2]
+        assert values["doc_ids"][a:b] == [doc] * (b - a)
+        assert values["positions"][a:b] == list(range(b - a))
+        assert values["labels"][a:b] == [*values["tokens"][a + 1 : b], -100]
+        assert values["loss_mask"][a:b] == [True] * (b - a - 1) + [False]
+    padding = {"tokens": 0, "labels": -100, "loss_mask": False, "positions": 0, "doc_ids": -1}
+    assert {name: values[name][used:] for name in padding} == {name: [of] * (8 - used) for name, of in padding.items()}
 
 
 def test_a_window_without_a_sample_is_passed() -> None:
