@@ -17,11 +17,12 @@ from rescale_data.engine.recipe import Pipeline, Recipe, path_name
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
-from rescale_data.nodes.abilities import VerifiesRows
+from rescale_data.nodes.abilities import ChecksCache, VerifiesRows
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_id
+from rescale_data.sources.decoded.cache import cache, new_dict_by_owner, owner_id
 from rescale_data.sources.decoded.interest import warn_if_thrashing
+from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
@@ -74,6 +75,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     setup = LoaderSetup(options, recipe, schema, layout, ranks, ShardRunner(recipe, schema))
     _check_epoch(setup)
     _check_steps(setup)
+    _check_sources(setup)
     _check_shards(setup)
     _warn_if_rows_unverified(setup)
     compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
@@ -193,18 +195,28 @@ def _warn_if_rows_unverified(setup: LoaderSetup) -> None:
         )
 
 
-def _check_shards(setup: LoaderSetup) -> None:
-    """Raise if logical shards begin in different states; warn if each opens its own sources, or if the cache is too small."""
+def _check_sources(setup: LoaderSetup) -> None:
+    """Warn if sources are small, or if the cache is too small for what shards read in turn and for samples that nodes keep."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
+    num_owned = len(layout.owned_shards(setup.ranks.rank))
     sources_in_global_batch_order = [reader.source for reader in readers if reader.rows.global_batch_order]
     # shards that read a source in step all read the same fragment at the same time
     other_sources = {id(source): source for source in sources.values() if source not in sources_in_global_batch_order}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
-    warn_if_thrashing(
-        other_sources.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
-    )
+    warn_if_thrashing(other_sources.values(), num_owned, plan_memory, num_workers=layout.num_workers)
+    for source in sources.values():
+        if isinstance(source, Source) and source.fragment_bytes:
+            cache().register(source)  # as its first read would
+    for _, node in setup.schema.root.walk():
+        if isinstance(node, ChecksCache):
+            node.check_cache(-(-num_owned // layout.workers_per_rank), layout.num_workers)
+
+
+def _check_shards(setup: LoaderSetup) -> None:
+    """Raise if logical shards begin in different states; warn if each opens its own sources."""
+    layout, sources = setup.layout, setup.schema.sources()
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:

@@ -165,6 +165,19 @@ class Prefetches(Ability):
         """
 
 
+class ChecksCache(Ability):
+    """A node that keeps samples in the cache, and may know their size before it makes any."""
+
+    @abstractmethod
+    def check_cache(self, num_shards: int, num_workers: int) -> None:
+        """Warn if the cache is too small for the samples that this node keeps.
+
+        Args:
+            num_shards: Number of logical shards of each process that makes samples.
+            num_workers: Number of worker processes, which share the cache with the trainer's process.
+        """
+
+
 class VerifiesRows(Ability):
     """A node that may keep a digest of the rows that were read (`Shard.verify`)."""
 

@@ -48,6 +48,18 @@ class CacheCheck:
         if is_evicting or num_bytes > cache().budget:
             self._warn(num_bytes, num_shards)
 
+    def warn_if_too_small(self, sample_bytes: int, num_shards: int, num_workers: int) -> None:
+        """Warn once if the cache is too small for the samples of all shards of a process, before any is made.
+
+        Args:
+            sample_bytes: Bytes of each sample.
+            num_shards: Number of logical shards of each process that makes samples.
+            num_workers: Number of worker processes, which will share the cache with this process.
+        """
+        num_bytes = sample_bytes * self._num_samples * num_shards
+        if num_bytes > cache().budget // (1 + num_workers):
+            self._warn(num_bytes, num_shards, 1 + num_workers)
+
     def _num_shards(self) -> int:
         """Return the largest number of logical shards of this process that read one source of the node."""
         sources = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
@@ -57,8 +69,8 @@ class CacheCheck:
         ]
         return max(shard_counts, default=1)
 
-    def _warn(self, num_bytes: int, num_shards: int) -> None:
-        key, budget = (type(self._node).__name__, self._num_samples), cache().budget
+    def _warn(self, num_bytes: int, num_shards: int, num_new_parts: int = 1) -> None:
+        key, budget = (type(self._node).__name__, self._num_samples), cache().budget // num_new_parts
         if key in _warned_keys:
             return
         _warned_keys.add(key)
@@ -68,5 +80,5 @@ class CacheCheck:
             "of this process it takes about %d bytes, and half of its part of cache_bytes, %d, is for all such nodes. "
             "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a rank (more ranks).",
             *key[:1], self._argument, self._num_samples, num_shards, num_bytes, budget, self._argument, num_fitting,
-            2 * max(num_bytes, budget) * num_processes(),
+            2 * max(num_bytes, budget) * num_processes() * num_new_parts,
         )  # fmt: skip

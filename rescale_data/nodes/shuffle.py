@@ -51,8 +51,8 @@ class Shuffle(Node[Any]):
     The order follows from the seed, the logical shard and the position of the node at the beginning of the window. The state
     is that position and the number of samples yielded from the window. A resume makes the samples of the window again, at most
     ``window`` of them. The process's cache holds the samples of the open windows of all logical shards. If they do not fit,
-    windows are made again at each draw, and a warning names a ``window`` that fits. The warning comes when reading
-    begins (over a packer), else with the first full window, or when the cache has evicted windows.
+    windows are made again at each draw, and a warning names a ``window`` that fits. The warning comes when the loader
+    is built (over a packer), else with the first full window, or when the cache has evicted windows.
     The last window of an epoch is shorter. After weights below a packer have changed, samples pass unpermuted until the packer
     begins a document with the new weights.
 
@@ -107,10 +107,10 @@ class Shuffle(Node[Any]):
         for name, [value] in sample.list_columns.items():
             buffer.add(name, value)
 
-    def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self.written_columns:  # then all samples have the same size
-            sample_bytes = sum(length * dtype.itemsize for length, dtype in self.written_columns.values())
-            self._cache_room_warner.warn_if_full(self.window * sample_bytes, self.window, was_evicted=False)
+    def check_cache(self, num_shards: int, num_workers: int) -> None:
+        # Only samples that are written have a size that is known before they are made
+        sample_bytes = sum(length * dtype.itemsize for length, dtype in self.written_columns.values())
+        self._cache_room_warner.warn_if_too_small(sample_bytes, num_shards, num_workers)
 
     def skip(self, num_samples: int) -> int:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""

@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,26 +111,25 @@ def test_windows_of_several_nodes_that_do_not_fit_together_are_warned_of(warning
     assert "Shuffle(window=37)" in said
 
 
-def test_packed_windows_that_cannot_fit_are_said_at_once(warnings: pytest.LogCaptureFixture) -> None:
-    num_warned: list[int] = []
+def packed_windows(source: rd.Source, window: int, shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Shuffle(rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=100, eos_id=0), window)
 
-    def opened(cache_bytes: int, window: int) -> str:
-        rows = Hooked([{"tokens": [1] * 50}] * 64, lambda _: num_warned.append(len(room._warned_keys)))
-        source = source_of(rows, cache_bytes)
 
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            packer = rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=100, eos_id=0)
-            return rd.Shuffle(packer, window)
-
+def test_packed_windows_that_cannot_fit_are_said_when_the_loader_is_built(warnings: pytest.LogCaptureFixture) -> None:
+    def built(cache_bytes: int, window: int, **workers: Any) -> str:
+        pipeline = partial(packed_windows, source_of([{"tokens": [1] * 50}] * 64, cache_bytes), window)
         room._warned_keys.clear()
         warnings.clear()
-        next(iter(rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)))
+        rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True, **workers)
         return "".join(message for message in warnings.messages if "Shuffle(" in message)
 
-    assert not opened(2**20, 64)
-    num_warned.clear()
-    said = opened(2**18, 64)  # 8 shards of 64 samples of 800 bytes
-    assert num_warned[0] == 1, "a row was read before the warning"
+    assert not built(2**20, 64)
+    said = built(2**18, 64)  # 8 shards of 64 samples of 800 bytes
     assert "Shuffle(window=64)" in said
     assert "8 logical shards of this process it takes about 409600 bytes" in said
-    assert not opened(2**18, int(said.split("Give window=")[1].split(",")[0]))
+    assert not built(2**18, int(said.split("Give window=")[1].split(",")[0]))
+    # Two workers have 4 shards each, and a third of the cache
+    forked: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    said = built(2**19, 64, **forked)
+    assert "4 logical shards of this process it takes about 204800 bytes" in said
+    assert not built(int(said.split("cache_bytes=")[1].split(",")[0]), 64, **forked)
