@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShards, UnalignedBatchShards
-from rescale_data.layout.layout import Layout, owner_ranks
+from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
 
 GRID = [(96, 24), (24, 24), (24, 96), (12, 36), (12, 12), (48, 12), (30, 60)]
@@ -126,20 +126,6 @@ def fits(layout: Layout, name: str, value: int) -> bool:
         return False
 
 
-@given(layouts())
-def test_ranks_and_workers_own_contiguous_blocks(layout: Layout) -> None:
-    """Those of ranks differ by one shard at most."""
-    blocks = [layout.owned_shards(rank) for rank in range(layout.dp_world_size)]
-    owner_of = owner_ranks(layout.dp_world_size, layout.num_logical_shards)
-    assert owner_of.tolist() == [rank for rank, block in enumerate(blocks) for _ in block]
-    assert list(itertools.chain(*blocks)) == list(range(layout.num_logical_shards))
-    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-    for rank, block in enumerate(blocks):
-        parts = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
-        assert list(itertools.chain(*parts)) == list(block)
-        assert layout.aligned or min(map(len, parts)) > 0
-
-
 def fewest_first(samples: list[int], num_picks: int) -> list[int]:
     """Return the order by its definition: a search for the smallest pair (samples, shard) before every pick."""
     now, picks = list(samples), []
@@ -181,40 +167,6 @@ def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout
                 micro_batches = range(worker, 2 * layout.batch_period, layout.workers_per_rank)
                 assert served == sorted({shard for u in micro_batches for shard in turns.batch_shards(u).shards})
         assert sorted(here) == list(layout.owned_shards(rank))  # each shard has one worker
-
-
-class TestCounts:
-    """`delivered` and `epoch_remainder_start` are closed forms of what happens when the turns are taken one by one."""
-
-    @given(layouts(), st.data())
-    def test_delivered(self, layout: Layout, data: st.DataObject) -> None:
-        first = data.draw(st.integers(0, 3 * layout.batch_period), "first")
-        num = data.draw(st.integers(0, 2 * layout.batch_period + 1), "micro batches")
-        samples = data.draw(samples_of(layout), "samples")
-        turns, expected = turns_of(layout, samples), Counter[int]()
-        for micro_batch in played(turns, first, first + num):
-            expected.update(itertools.chain(*micro_batch))
-        counts = layout.samples_delivered(samples, first, first + num)
-        assert counts.tolist() == [expected[shard] for shard in range(layout.num_logical_shards)]
-
-    @given(layouts(), st.data())
-    def test_the_main_phase_ends_at_the_last_step_that_every_shard_can_serve(
-        self, layout: Layout, data: st.DataObject
-    ) -> None:
-        a = layout.gradient_accumulation_steps
-        first = data.draw(st.integers(0, 2 * layout.batch_period), "first")
-        samples = data.draw(samples_of(layout), "samples")
-        left = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(samples), max_size=len(samples)), "left"))
-        stop = layout.epoch_remainder_start(samples, left, first)
-        turns, served = turns_of(layout, samples), np.zeros_like(left)
-        last_whole = first // a * a
-        for u in itertools.count(first):
-            if u % a == 0:
-                last_whole = u
-            np.add.at(served, list(itertools.chain(*played(turns, u, u + 1)[0])), 1)
-            if (served > left).any():
-                break
-        assert stop == last_whole
 
 
 def samples_of(layout: Layout) -> st.SearchStrategy[np.ndarray]:
@@ -284,21 +236,3 @@ def test_a_step_takes_the_shards_that_have_the_most_left_until_less_than_a_step_
         expected = sorted(order[t * o : (t + 1) * o])
         assert [shard for shard, _, is_real in rows if is_real] == expected
         assert {row[:2] for row in rows if not row[2]} <= {(shard, 0) for shard in expected}
-
-
-@given(remainders())
-def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainder) -> None:
-    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.samples_left))}
-    for u, part in enumerate(rows_of(remainder)):
-        assert remainder.samples_delivered(u).tolist() == [len(numbers) for numbers in served.values()]
-        for rank in part:
-            for shard, number, is_real in rank:
-                if is_real:
-                    served[shard].append(number)
-        for shard, numbers in served.items():
-            assert sorted(numbers) == list(
-                range(remainder.start_samples[shard], remainder.start_samples[shard] + len(numbers))
-            )
-    assert remainder.samples_delivered(remainder.num_micro_batches).tolist() == [
-        len(numbers) for numbers in served.values()
-    ]

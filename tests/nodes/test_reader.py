@@ -101,12 +101,6 @@ def test_a_dataset_yields_its_own_samples_and_is_wrapped_once() -> None:
     assert list(Reader(dataset, Shard(), shuffle=False)) == dataset
 
 
-def test_parameters_say_what_changes_the_order() -> None:
-    kinds = [Reader(Fragmented(9), Shard(), shuffle=s).parameters() for s in (False, True, 7)]
-    assert kinds == [{"shuffle": 0}, {"shuffle": 1024}, {"shuffle": 7}]
-    assert Reader([1, 2], Shard()).parameters() == {"shuffle": "full"}
-
-
 def test_parameters_say_which_columns_were_chosen(tmp_path: Path) -> None:
     """Other columns are other samples; but a packer reads its own whatever else the source has."""
     pq.write_table(pa.table({"n": [1], "text": ["a"], "tokens": [[1, 2]]}), tmp_path / "a.parquet")

@@ -157,14 +157,6 @@ class TestSamples:
         assert as_lists(node) == [{"tokens": [3, 4, 2, 2]}, {"tokens": [5, 6, 7, 2]}]
 
 
-def test_parameters(tmp_path: Path) -> None:
-    node = packer_of(write("arrow", tmp_path / "corpus", documents([3])), bos_id=BOS)
-    assert node.parameters() == {
-        "column": "tokens", "seq_len": 5, "eos_id": EOS, "bos_id": BOS, "labels": False, "doc_ids": False,
-        "last": "drop", "pad_id": EOS, "dtype": "torch.int64",
-    }  # fmt: skip
-
-
 def test_what_all_shards_put_in_order_fits_the_cache() -> None:
     assert fragment_documents.block_bytes(2**30, 1) == 2**20
     assert fragment_documents.block_bytes(2**30, 1024) * 1024 == 2**28
