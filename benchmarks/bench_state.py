@@ -197,7 +197,7 @@ class ForgetfulRunner(ShardRunner):
             nodes = self._nodes[batch_shards.shards[0]] = [
                 self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards
             ]
-        batch = self._write(nodes, batch_shards.shards)
+        batch = self._write_batch(nodes, batch_shards.shards)
         return MicroBatch(batch, _NO_ROWS, batch_shards.shards, len(nodes))
 
 
@@ -207,7 +207,7 @@ class ForgetfulStream(Stream):
     def take(self) -> MicroBatch:
         made, queue = self.peek(), self._queue
         queue.micro_batches.clear()
-        queue.next -= 1
+        queue.next_batch -= 1
         return made
 
 

@@ -92,12 +92,12 @@ def checks_argument_types(function: F) -> F:
 
 def _accepted_types(annotation: str) -> AcceptedTypes | None:
     """Return the accepted types of an annotation, given as text; `None` if the annotation is not simple."""
-    stripped, previous_text = annotation, ""
-    while previous_text != stripped:
-        previous_text, stripped = stripped, re.sub(r"\[[^][]*\]", "", stripped)
-    without_none = stripped.removesuffix(" | None")
-    accepted = _TYPES_OF_ANNOTATIONS.get(stripped) or _TYPES_OF_ANNOTATIONS.get(without_none)
-    if accepted is None or without_none == stripped:
+    annotation_text, previous_text = annotation, ""
+    while previous_text != annotation_text:
+        previous_text, annotation_text = annotation_text, re.sub(r"\[[^][]*\]", "", annotation_text)
+    without_none = annotation_text.removesuffix(" | None")
+    accepted = _TYPES_OF_ANNOTATIONS.get(annotation_text) or _TYPES_OF_ANNOTATIONS.get(without_none)
+    if accepted is None or without_none == annotation_text:
         return accepted
     return (*accepted[0], type(None)), accepted[1]
 

@@ -37,12 +37,12 @@ def this_process() -> ProcessIdentity:
     """Return the identity of this process: host, boot, PID namespace, pid and start time, in clock ticks since the boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot, namespace = file.read().strip(), os.readlink("/proc/self/ns/pid")
+            boot_id, namespace = file.read().strip(), os.readlink("/proc/self/ns/pid")
     except OSError:  # no Linux: there are no namespaces, and the host is known by its name alone
-        boot, namespace = socket.gethostname(), ""
+        boot_id, namespace = socket.gethostname(), ""
     return {
         "host": socket.gethostname(),
-        "boot": boot,
+        "boot": boot_id,
         "namespace": namespace,
         "pid": os.getpid(),
         "start": _start_time_of(os.getpid()),
@@ -96,14 +96,14 @@ class Lease:
     ) -> None:
         self._file_system, self._path, self._process = cast(Any, file_system), path, this_process()
         self._lease_data, self._num_renewals = dict(lease_data or {}), 0
-        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._write_lock, self._release_event = threading.Lock(), threading.Event()
         self._last_renewal = time.monotonic()
         if exclusive:
             with self._file_system.open(path, "xb") as stream:
-                stream.write(self._content())
+                stream.write(self._lease_json())
         else:
             self._write_file()
-        self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
+        self._thread = threading.Thread(target=self._renew_until_released, daemon=True, name="lease")
         self._thread.start()
 
     def rewrite(self, lease_data: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Lease:
         """Remove the lease file. Errors are ignored, since observers see that it is no longer renewed."""
         if self._process["pid"] != os.getpid():
             return  # the lease of a parent, in its forked child; a thread of the parent's may have held any lock
-        self._released.set()
+        self._release_event.set()
         self._thread.join(RENEW_SECONDS)  # a renewal may hang
         with suppress(Exception):
             self._file_system.rm_file(self._path)
@@ -136,18 +136,18 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _renew(self) -> None:
-        while not self._released.wait(RENEW_SECONDS):
+    def _renew_until_released(self) -> None:
+        while not self._release_event.wait(RENEW_SECONDS):
             with suppress(Exception):
                 self._write_file()
 
     def _write_file(self) -> None:
-        with self._mutex:
+        with self._write_lock:
             write_start_time = time.monotonic()
-            self._file_system.pipe_file(self._path, self._content())
+            self._file_system.pipe_file(self._path, self._lease_json())
             self._last_renewal = write_start_time
 
-    def _content(self) -> bytes:
+    def _lease_json(self) -> bytes:
         self._num_renewals += 1
         return json.dumps({**self._lease_data, "holder": self._process, "renewed": self._num_renewals}).encode()
 
@@ -157,24 +157,24 @@ class LeaseObserver:
 
     def __init__(self, file_system: AbstractFileSystem) -> None:
         self._files: Any = file_system
-        self._last_changes: dict[str, tuple[bytes, float]] = {}
+        self._last_seen_contents: dict[str, tuple[bytes, float]] = {}
 
     def observe_holder(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
         """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
-            self._last_changes.pop(path, None)
+            self._last_seen_contents.pop(path, None)
             return "gone", {}
         lease_fields = _parse_lease(content)
         holder_runs = is_running(lease_fields.get("holder", {}))
         if holder_runs is not None:
             return ("alive" if holder_runs else "gone"), lease_fields
-        last_content, last_change = self._last_changes.setdefault(path, (content, time.monotonic()))
+        last_content, last_change_time = self._last_seen_contents.setdefault(path, (content, time.monotonic()))
         if last_content != content:
-            self._last_changes[path] = content, time.monotonic()
+            self._last_seen_contents[path] = content, time.monotonic()
             return "alive", lease_fields
-        return ("gone" if time.monotonic() - last_change > DEAD_SECONDS else "undecided"), lease_fields
+        return ("gone" if time.monotonic() - last_change_time > DEAD_SECONDS else "undecided"), lease_fields
 
 
 def _parse_lease(content: bytes) -> Mapping[str, Any]:

@@ -193,13 +193,13 @@ class DataLoader(BaseLoader):
             changes: The arguments that the new stream is given, apart from the ones that stay.
             arguments: Attributes that change together with the stream.
         """
-        old = self._stream
-        old.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
-        fixed_sizes: dict[str, Any] = {"num_logical_shards": old.layout.num_logical_shards}
-        fixed_sizes |= {"micro_batch_size": old.layout.micro_batch_size} if state is None else {}
+        old_stream = self._stream
+        old_stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
+        fixed_sizes: dict[str, Any] = {"num_logical_shards": old_stream.layout.num_logical_shards}
+        fixed_sizes |= {"micro_batch_size": old_stream.layout.micro_batch_size} if state is None else {}
         stream = self._make_stream(**{**fixed_sizes, **changes})
-        continue_stream(stream, old, state, delivered)
-        iterator_epoch = self._iterator_epoch + stream.epoch - old.epoch  # steps_per_epoch may count otherwise
+        continue_stream(stream, old_stream, state, delivered)
+        iterator_epoch = self._iterator_epoch + stream.epoch - old_stream.epoch  # steps_per_epoch may count otherwise
         self.close()
         if state is not None:
             self._invalidate()
@@ -211,8 +211,8 @@ class DataLoader(BaseLoader):
         arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed_arguments}
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._peer_calls is not None:
-            reads_ahead = {"prefetch": options.ahead, "pin_memory": options.pins_batches}
-            pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None, **reads_ahead)
+            ahead_options = {"prefetch": options.batches_ahead, "pin_memory": options.pins_batches}
+            pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None, **ahead_options)
         return open_stream(as_pipeline(pipeline, options.shuffle), options)
 
     def __enter__(self) -> Self:

@@ -63,12 +63,12 @@ class _PhiloxKey(ISeedSequence):
 
 
 def permutation(num_items: int, label: str, *key_numbers: int) -> Ints:
-    """Return a random permutation of ``0 .. size - 1`` as ``int64[size]``, a function of the label and the numbers alone."""
+    """Return a random permutation of ``0 .. num_items - 1``, ``int64``, a function of the label and the numbers alone."""
     return np.argsort(random_words(num_items, label, *key_numbers), kind="stable")
 
 
 def encipher(index: Ints, domain_size: int, label: str, *key_numbers: int) -> Ints:
-    """Return the image of each index under a keyed permutation of ``0 .. size - 1``, without an array of that size.
+    """Return the image of each index under a keyed permutation of ``0 .. domain_size - 1``, without such an array.
 
     A Feistel network over the next power of two, walked until it falls below ``domain_size`` again (Black and Rogaway, "Ciphers
     with arbitrary finite domains", 2002): fewer than two steps on average. ``domain_size`` is at most 2**62.
@@ -76,10 +76,10 @@ def encipher(index: Ints, domain_size: int, label: str, *key_numbers: int) -> In
     round_keys = random_words(_FEISTEL_ROUNDS, label, *key_numbers)
     bits = max(2, (domain_size - 1).bit_length())
     image = _feistel(index.astype(np.uint64), bits, round_keys)
-    outside = np.flatnonzero(image >= domain_size)
-    while len(outside):
-        image[outside] = _feistel(image[outside], bits, round_keys)
-        outside = outside[image[outside] >= domain_size]
+    out_of_domain = np.flatnonzero(image >= domain_size)
+    while len(out_of_domain):
+        image[out_of_domain] = _feistel(image[out_of_domain], bits, round_keys)
+        out_of_domain = out_of_domain[image[out_of_domain] >= domain_size]
     return image.astype(np.int64)
 
 
@@ -106,11 +106,11 @@ class FragmentOrder:
 
     Args:
         starts_in_order: ``int64[F + 1]``, the first row of each, counted in this order, and the number of rows.
-        first: ``int64[F]``, the row of the source at which each begins.
+        fragment_starts: ``int64[F]``, the row of the source at which each begins.
     """
 
     starts_in_order: Ints
-    first: Ints
+    fragment_starts: Ints
 
     @staticmethod
     def of(starts: Ints, lengths: Ints) -> FragmentOrder:
@@ -119,12 +119,12 @@ class FragmentOrder:
 
     @property
     def nbytes(self) -> int:
-        return self.starts_in_order.nbytes + self.first.nbytes
+        return self.starts_in_order.nbytes + self.fragment_starts.nbytes
 
     def rows(self, rows_in_order: Ints) -> Ints:
         """Return the rows of the source for rows in this order: row numbers after the fragments were permuted."""
         fragment = np.searchsorted(self.starts_in_order, rows_in_order, side="right") - 1
-        return self.first[fragment] + (rows_in_order - self.starts_in_order[fragment])
+        return self.fragment_starts[fragment] + (rows_in_order - self.starts_in_order[fragment])
 
 
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
@@ -145,7 +145,7 @@ class GlobalBatchOrder:
     global_batch_size: int
 
     @property
-    def rows_at_a_time(self) -> int:
+    def rows_per_visit(self) -> int:
         """The number of consecutive rows that a shard reads at a time."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
@@ -157,16 +157,16 @@ class GlobalBatchOrder:
     def first_rows(self, shards: Ints) -> Ints:
         """Return the first row of each shard."""
         batches_per_cycle = max(1, self.num_logical_shards // self.global_batch_size)
-        return shards % batches_per_cycle * self.global_batch_size + shards // batches_per_cycle * self.rows_at_a_time
+        return shards % batches_per_cycle * self.global_batch_size + shards // batches_per_cycle * self.rows_per_visit
 
     def shard_row_counts(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
-        cycles, num_leftover = divmod(num_rows, self.rows_per_shard_cycle)
-        return cycles * self.rows_at_a_time + np.clip(num_leftover - self.first_rows(shards), 0, self.rows_at_a_time)
+        cycles, num_extra_rows = divmod(num_rows, self.rows_per_shard_cycle)
+        return cycles * self.rows_per_visit + np.clip(num_extra_rows - self.first_rows(shards), 0, self.rows_per_visit)
 
     def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
         """Return the source's rows that a shard reads in its draws ``first_draw .. stop_draw - 1``."""
-        shard_cycles, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_at_a_time)
+        shard_cycles, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
         return self.first_rows(np.array([shard])) + shard_cycles * self.rows_per_shard_cycle + offsets
 
 
@@ -207,7 +207,7 @@ class ShardOrder:
         if self.global_batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
             return (
                 max(1, ROWS_PER_BLOCK // self.global_batch_order.rows_per_shard_cycle)
-                * self.global_batch_order.rows_at_a_time
+                * self.global_batch_order.rows_per_visit
             )
         return self.window or ROWS_PER_BLOCK
 
@@ -230,7 +230,7 @@ class ShardOrder:
         return rows_in_order if fragments is None else fragments.rows(rows_in_order)
 
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
-        """Return the source's rows in ``span(row)``, in the order in which they are read.
+        """Return the source's rows in `window_bounds` of ``row``, in the order in which they are read.
 
         With ``fragments=None`` the fragments keep their own order.
         """

@@ -166,10 +166,10 @@ def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     """Return the nested state that has the given leaves; the inverse of `flatten`."""
     state: dict[str, Any] = {}
     for path, value in leaves:
-        inner = state
+        inner_state = state
         for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
+            inner_state = inner_state.setdefault(key, {})
+        inner_state[path[-1]] = value
     return state
 
 
@@ -181,14 +181,14 @@ def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
 
 def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
     """Return a nested state as a row of int64 numbers; ``ValueError`` if its paths differ from the fields of the node."""
-    path_values = dict(flatten(state))
-    if path_values.keys() != {field.path for field in fields}:
-        given_paths = sorted(".".join(path) for path in path_values)
+    leaf_values = dict(flatten(state))
+    if leaf_values.keys() != {field.path for field in fields}:
+        state_paths = sorted(".".join(path) for path in leaf_values)
         raise ValueError(
-            f"{node} was given a state with the fields {given_paths}; its own are {sorted(f.key for f in fields)}. "
+            f"{node} was given a state with the fields {state_paths}; its own are {sorted(f.key for f in fields)}. "
             f"Load a state that the same pipeline saved."
         )
-    return np.array([slot for field in fields for slot in encode(field, path_values[field.path])], dtype=np.int64).data
+    return np.array([slot for field in fields for slot in encode(field, leaf_values[field.path])], dtype=np.int64).data
 
 
 def slot_offsets(fields: Sequence[Field]) -> list[int]:
@@ -201,13 +201,13 @@ def slot_offsets(fields: Sequence[Field]) -> list[int]:
 
 @lru_cache(maxsize=64)
 def join_fields(
-    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...]
+    node_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     """Return the fields of a node and of its children, and the slice of each child, as the same objects for every shard."""
-    slot_counts = [slot_offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
+    slot_counts = [slot_offsets(fields)[-1] for fields in (node_fields, *(fields for _, fields in child_fields))]
     child_slices = zip(child_fields, pairwise(accumulate(slot_counts)), strict=True)
-    fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
-    return fields, {name: slice(*ends) for (name, _), ends in child_slices}
+    fields = node_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
+    return fields, {name: slice(*bounds) for (name, _), bounds in child_slices}
 
 
 def position_slots(fields: Sequence[Field], *, include_epochs: bool = True) -> list[int]:
@@ -215,9 +215,9 @@ def position_slots(fields: Sequence[Field], *, include_epochs: bool = True) -> l
 
     Without ``include_epochs`` they also leave out epoch numbers.
     """
-    are_wanted = [not f.counts and (include_epochs or f.path[-1] != EPOCH_FIELD) for f in fields]
-    field_starts = zip(are_wanted, fields, slot_offsets(fields), strict=False)
-    return [slot for is_wanted, f, start in field_starts if is_wanted for slot in range(start, start + f.num_slots)]
+    are_included = [not f.counts and (include_epochs or f.path[-1] != EPOCH_FIELD) for f in fields]
+    field_starts = zip(are_included, fields, slot_offsets(fields), strict=False)
+    return [slot for is_included, f, start in field_starts if is_included for slot in range(start, start + f.num_slots)]
 
 
 def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:

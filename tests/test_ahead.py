@@ -19,7 +19,7 @@ import rescale_data as rd
 from rescale_data.engine.feed import InThreadFeed
 from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.threads import TaskThread
-from rescale_data.engine.watch import frames
+from rescale_data.engine.watch import stacks
 from tests.states import opened
 
 ROWS = list(range(72))
@@ -124,7 +124,7 @@ class FailsOnceAwaited(Watched):
 
 
 def is_awaited() -> bool:
-    frame = frames().get(threading.main_thread().ident or 0)
+    frame = stacks().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code is not TaskThread.end.__code__:
         frame = frame.f_back
     return frame is not None
@@ -151,7 +151,7 @@ def test_who_waits_for_a_batch_is_not_left_waiting_by_a_stop() -> None:
         waiting = threading.Thread(target=lambda: [waits.set(), suppressing(feed.next)], daemon=True)
         waiting.start()
         assert waits.wait(60)
-        while frames()[waiting.ident or 0].f_code.co_name != "next":
+        while stacks()[waiting.ident or 0].f_code.co_name != "next":
             pass
         feed.stop(wait=False)
         go_on.set()

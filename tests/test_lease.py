@@ -139,7 +139,7 @@ def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_forked_child_leaves_the_lease_of_its_parent(tmp_path: Path) -> None:
     """Also where a thread of the parent has the lock of an event when it forks: nobody gives that back in the child."""
     with Lease(LocalFileSystem(), str(tmp_path / "a.lease")) as lease:
-        with lease._released._cond:  # type: ignore[attr-defined]
+        with lease._release_event._cond:  # type: ignore[attr-defined]
             child = os.fork()
             if child == 0:
                 signal.alarm(30)

@@ -14,7 +14,7 @@ import numpy as np
 from rescale_data.audit.replay import ReplayInterval, Served, pipeline_differences
 from rescale_data.audit.rows import SourcePositions, find_rows
 from rescale_data.checkpoint.data_state import read_data_state
-from rescale_data.checkpoint.storage.claims import find as find_save
+from rescale_data.checkpoint.storage.claims import find_save
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
@@ -100,7 +100,7 @@ class Audit:
             raise ValueError("Give the pipeline of the run, the function that its loader was built with.")
         self._pipelines, self._repeat, self._num_workers = [*map(as_pipeline, pipelines)], repeat, num_workers
         self._tail: Tail = tail
-        self._states = _states(run, name, storage_options)
+        self._states = _read_states(run, name, storage_options)
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -119,7 +119,7 @@ class Audit:
                 f"The steps {first} to {stop}: give the first, and the one after the last, from 0 to {self.steps[1]}, where "
                 f"the newest checkpoint is."
             )
-        for interval in self._intervals():
+        for interval in self._replay_intervals():
             if interval.first_step < stop and first < interval.stop_step:
                 yield from interval.replay(range(len(interval.state_at_end.table)), first, stop)
 
@@ -144,7 +144,7 @@ class Audit:
         rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         replay_shards, num_drawn = defaultdict[int, set[int]](set), 0
-        intervals, num_shards = self._intervals(), len(self._states[-1].table)
+        intervals, num_shards = self._replay_intervals(), len(self._states[-1].table)
         windows_above_readers = [self._windows_above_reader(schema, path) for path, _ in readers]
         for (path, reader), (num_window_nodes, num_documents) in zip(readers, windows_above_readers, strict=True):
             if num_window_nodes is None:
@@ -162,8 +162,8 @@ class Audit:
                     for index in positions.save_intervals_read_ahead(shard):
                         replay_shards[index].add(shard)
         served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
-        trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
-        matching_samples = [sample for sample in trimmed if sample.documents]
+        matched = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
+        matching_samples = [sample for sample in matched if sample.documents]
         if any(num_window_nodes is None for num_window_nodes, _ in windows_above_readers):
             num_drawn = len(matching_samples)
         return Finding(len(rows), num_drawn, matching_samples, self.steps)
@@ -184,19 +184,19 @@ class Audit:
         is_window_count_known = not self._data_changed and not (num_window_nodes and self._blocklists_changed)
         return num_window_nodes if is_window_count_known else None, num_documents
 
-    def _intervals(self) -> list[ReplayInterval]:
+    def _replay_intervals(self) -> list[ReplayInterval]:
         start_states = [None, *self._states[:-1]]
-        return [self._interval(start, end) for start, end in zip(start_states, self._states, strict=True)]
+        return [self._make_interval(start, end) for start, end in zip(start_states, self._states, strict=True)]
 
-    def _interval(self, start: SavedState | None, end: SavedState) -> ReplayInterval:
-        differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
-        for pipeline, own_differences in zip(self._pipelines, differences, strict=True):
-            if not own_differences:
+    def _make_interval(self, start: SavedState | None, end: SavedState) -> ReplayInterval:
+        all_differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
+        for pipeline, differences in zip(self._pipelines, all_differences, strict=True):
+            if not differences:
                 skipped_ranges = self._states[-1].clock.skipped
                 return ReplayInterval(start, end, pipeline, skipped_ranges, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {end.header['step']} the run had another pipeline: "
-            f"{'; '.join(min(differences, key=len))}. "
+            f"{'; '.join(min(all_differences, key=len))}. "
             f"Give that one, too."
         )
 
@@ -239,16 +239,16 @@ class Audit:
             {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == blocklist_key}
             for state in self._states
         ]
-        return any(state_lists != blocklists[0] for state_lists in blocklists)
+        return any(state_blocklists != blocklists[0] for state_blocklists in blocklists)
 
     @cached_property
     def _schemas(self) -> list[Schema]:
         """Schemas of the pipelines that the run has had, the newest first."""
-        last_intervals = {id(interval.pipeline): interval for interval in self._intervals()}
-        return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda item: -item.first_step)]
+        by_pipeline = {id(interval.pipeline): interval for interval in self._replay_intervals()}
+        return [interval.schema() for interval in sorted(by_pipeline.values(), key=lambda item: -item.first_step)]
 
 
-def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[SavedState]:
+def _read_states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[SavedState]:
     """Return the loader states of a run's checkpoints, ordered by the samples served, without abandoned attempts."""
     store, folder = open_store(run, storage_options)
     RunFolder.open_existing(store, folder)
@@ -270,6 +270,6 @@ def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str,
             state_by_samples[state.header["samples"], state.header["origin"]] = state
     if not state_by_samples:
         raise last_error or FileNotFoundError(f"No checkpoint in {folder}.")
-    states = [state_by_samples[counts] for counts in sorted(state_by_samples)]
+    states = [state_by_samples[sample_and_origin] for sample_and_origin in sorted(state_by_samples)]
     skipped = states[-1].clock.skipped  # a checkpoint within a skipped range belongs to an attempt that was given up
     return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]

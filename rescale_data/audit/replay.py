@@ -68,12 +68,12 @@ class ReplayInterval:
     def stop_step(self) -> int:
         """The step after the last one that delivered a sample before the second checkpoint, even if not a whole step."""
         return self.state_at_end.header["step"] + (
-            self.state_at_end.clock.samples_begun(self.state_at_end.sizes[0]) > 0
+            self.state_at_end.clock.samples_in_begun_step(self.state_at_end.sizes[0]) > 0
         )
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
-        stream = self._streams(self.state_at_end.sizes, range(0), as_one_rank=True)[0]
+        stream = self._make_streams(self.state_at_end.sizes, range(0), as_one_rank=True)[0]
         load_state_dict(stream, self.state_at_end.state)
         return stream.schema
 
@@ -85,7 +85,7 @@ class ReplayInterval:
         """
         state, replayed_shards = self.state_at_start.state if self.state_at_start is not None else None, set(shards)
         for sizes, end_sample in self._layout_size_changes():
-            streams = self._streams(sizes, replayed_shards, as_one_rank=self._can_replay_on_one_rank(sizes))
+            streams = self._make_streams(sizes, replayed_shards, as_one_rank=self._can_replay_on_one_rank(sizes))
             for stream in streams:
                 if state is not None:
                     load_state_dict(stream, state)
@@ -110,35 +110,35 @@ class ReplayInterval:
         end_sample = header["samples"]
         if start is None or start.sizes == sizes:
             return [(sizes, end_sample)]
-        old_size, first_sample = start.sizes[0], start.header["samples"]
-        if self.repeat and old_size != sizes[0]:  # else the ends of epochs move the origin, too
+        old_batch, first_sample = start.sizes[0], start.header["samples"]
+        if self.repeat and old_batch != sizes[0]:  # else the ends of epochs move the origin, too
             return [(start.sizes, header["origin"]), (sizes, end_sample)]
         num_steps = header["step"] - self.first_step
         last_step_end = end_sample - (end_sample - header["origin"]) % sizes[0]
         if last_step_end - first_sample == num_steps * sizes[0]:  # from the checkpoint on, which may lie within a step
             return [(sizes, end_sample)]
-        first_sample -= start.clock.samples_begun(old_size)
-        if old_size == sizes[0]:  # the step that was begun went on with its ranks
-            return [(start.sizes, min(end_sample, first_sample + old_size)), (sizes, end_sample)]
-        num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_size - sizes[0])
+        first_sample -= start.clock.samples_in_begun_step(old_batch)
+        if old_batch == sizes[0]:  # the step that was begun went on with its ranks
+            return [(start.sizes, min(end_sample, first_sample + old_batch)), (sizes, end_sample)]
+        num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_batch - sizes[0])
         if not remainder and 0 <= num_old_steps <= num_steps:
-            return [(start.sizes, first_sample + num_old_steps * old_size), (sizes, end_sample)]
+            return [(start.sizes, first_sample + num_old_steps * old_batch), (sizes, end_sample)]
         raise DataStateError(
-            f"Between the steps {self.first_step} and {header['step']} the global batch was {old_size}, is {sizes[0]}, "
+            f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
             f"and was something else: no checkpoint in between says what."
         )
 
     def _can_replay_on_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all: the topology did not affect the order, and saves and skips were at ends of steps."""
         end_states = [state for state in (self.state_at_start, self.state_at_end) if state is not None]
-        whole_steps = not any(state.clock.samples_begun(state.sizes[0]) for state in end_states) and all(
+        at_step_boundaries = not any(state.clock.samples_in_begun_step(state.sizes[0]) for state in end_states) and all(
             any((sample_boundary - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
             for bounds in self.skipped_ranges
             for sample_boundary in bounds
         )
-        return whole_steps and is_aligned(len(self.state_at_end.table), *sizes, self.num_workers)
+        return at_step_boundaries and is_aligned(len(self.state_at_end.table), *sizes, self.num_workers)
 
-    def _streams(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Stream]:
+    def _make_streams(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Stream]:
         """Return a stream for each dp rank of the run, or only one for all of them."""
         global_batch_size, dp_world_size, micro_batch_size = (sizes[0], 1, sizes[0]) if as_one_rank else sizes
         options = Options(
@@ -177,7 +177,7 @@ def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
 
 def _samples_of_open_step(stream: Stream) -> int:
     """Return the number of samples, over all ranks, that an unfinished step has served."""
-    return stream.clock.samples_begun(stream.layout.global_batch_size)
+    return stream.clock.samples_in_begun_step(stream.layout.global_batch_size)
 
 
 def _skip_to_step(stream: Stream, step: int, end_sample: int) -> None:
@@ -216,8 +216,8 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
 def _has_reached(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
     """True if a replay ends like the run: all shards' sample counts and the positions of the replayed shards are equal."""
     samples, remainder_key = (field.key for field in LOADER_FIELDS)
-    reached, target = state.values, end_state.values
-    same_progress = torch.equal(reached[samples], target[samples]) and state.header["step"] == end_state.header["step"]
+    columns, target = state.values, end_state.values
+    same_progress = torch.equal(columns[samples], target[samples]) and state.header["step"] == end_state.header["step"]
     return same_progress and all(
-        torch.equal(reached[key][shards], rows[shards]) for key, rows in target.items() if key != remainder_key
+        torch.equal(columns[key][shards], rows[shards]) for key, rows in target.items() if key != remainder_key
     )

@@ -60,7 +60,7 @@ class SourcePositions:
         """Return the positions of the reader at a path of the pipeline, in all states; 0 in a state without this reader."""
         n = len(states[-1].table)
         epochs, rows = (
-            [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]
+            [np.zeros(n, dtype=np.int64), *(_column(state, (*path, name), n) for state in states)]
             for name in ("epoch", "row")
         )
         return cls(np.stack(epochs) * _EPOCH_STRIDE + np.stack(rows), num_window_nodes)
@@ -89,6 +89,6 @@ class SourcePositions:
                 yield shard, epoch * _EPOCH_STRIDE + row
 
 
-def _field(state: SavedState, path: Sequence[str], num_shards: int) -> Ints:
+def _column(state: SavedState, path: Sequence[str], num_shards: int) -> Ints:
     field_values = state.values.get(".".join(path))
     return np.zeros(num_shards, dtype=np.int64) if field_values is None else field_values.numpy()

@@ -118,9 +118,9 @@ def load_changed(
     loader.load_state_dict(read_data_state(path, name=name, storage_options=storage_options))
 
 
-def _values(reader: StateReader, loader_name: str | None, *part_names: str) -> dict[str, Any]:
+def _values(reader: StateReader, loader_name: str | None, *keys: str) -> dict[str, Any]:
     """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
     saved_contents = reader.contents
     inner_paths = saved_contents.subtree(find_data_state(saved_contents.paths.values(), loader_name, reader.name)).paths
-    part_paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in part_names}
-    return tree_of(part_paths, reader.values(part_paths))
+    key_paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in keys}
+    return tree_of(key_paths, reader.values(key_paths))

@@ -125,20 +125,20 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
     live_values, wanted_values, paths = ranks.on_all(lambda: _placeholders(entries, reader))
-    own_mismatches = _find_mismatches(entries, wanted_values, reader.contents)
-    differences = _merge_mismatches(ranks.on_each(lambda: own_mismatches))
+    local_mismatches = _find_mismatches(entries, wanted_values, reader.contents)
+    differences = _merge_mismatches(ranks.on_each(lambda: local_mismatches))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
     if strict and any(differences[kind] for kind in _MISMATCH_KINDS):
         raise ValueError(_mismatch_message(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
-    loaded_entries, values = _fitting_values(entries, wanted_values, paths, own_mismatches, reader.contents)
+    loaded_entries, values = _fitting_values(entries, wanted_values, paths, local_mismatches, reader.contents)
     try:
         loaded_values = ranks.on_all(lambda: reader.load(adapt_tensors(values, "to_load")))
-        by_path = {paths[name]: value for name, value in loaded_values.items()}
+        values_by_path = {paths[name]: value for name, value in loaded_values.items()}
 
         def assign(entry: Entry) -> None:
-            entry.assign(with_loaded(live_values[entry], by_path, entry.path))
+            entry.assign(with_loaded(live_values[entry], values_by_path, entry.path))
 
         ranks.on_all(lambda: for_each(loaded_entries, assign))
     except DamagedCheckpointError as error:
@@ -171,7 +171,7 @@ def _mismatch_message(path: str, mismatches: Mismatches, saved: Contents) -> str
     )
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {lines}\n"
-        f"The checkpoint holds {_summary(saved)}.\n"
+        f"The checkpoint holds {_summarize_contents(saved)}.\n"
         f"Build the state as in the run that saved, or pass strict=False to load what fits.{_advice(mismatches, saved)}"
     )
 
@@ -187,7 +187,7 @@ def _advice(mismatches: Mismatches, saved: Contents) -> str:
     return ""
 
 
-def _summary(saved: Contents) -> str:
+def _summarize_contents(saved: Contents) -> str:
     values_per_name = Counter(str(path[0]) for path in saved.paths.values())
     return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(values_per_name.items())) or "nothing"
 
@@ -214,7 +214,7 @@ def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved:
     """
     requested_names = {entry.path[0] for entry in entries}
     refusals = {name: text for entry in entries for name, text in entry.refusal_texts.items()}
-    left_out = {name for entry in entries for name in entry.names_left_out}
+    left_out_names = {name for entry in entries for name in entry.names_left_out}
     other_names = [name for name in saved.values if name not in wanted_values]
     unexpected = {name for name in other_names if _is_requested(saved, name, requested_names)}
     return {
@@ -224,7 +224,7 @@ def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved:
             if name not in saved.values
         },
         "unexpected": {
-            name: _describe(saved.values[name]) for name in unexpected if not left_out & _key_prefixes(name)
+            name: _describe(saved.values[name]) for name in unexpected if not left_out_names & _key_prefixes(name)
         },
         "mismatched": refusals
         | {
@@ -249,21 +249,21 @@ def _fitting_values(
         paths: Path in the state of each wanted value.
     """
 
-    def is_part(name: str, entry: Entry) -> bool:
+    def is_in_entry(name: str, entry: Entry) -> bool:
         if name not in paths and name in saved.pathless:
             return f"{name}.".startswith(f"{entry.name}.")
         return (paths.get(name) or saved.paths.get(name, ()))[: len(entry.path)] == entry.path
 
     mismatch_names = {name for kind in _MISMATCH_KINDS for name in mismatches[kind]}
-    skipped = {
-        entry for entry in entries if entry.must_load_whole and any(is_part(name, entry) for name in mismatch_names)
+    skipped_entries = {
+        entry for entry in entries if entry.must_load_whole and any(is_in_entry(name, entry) for name in mismatch_names)
     }
     values = {
         name: value
         for name, value in wanted_values.items()
-        if name not in mismatch_names and not any(is_part(name, entry) for entry in skipped)
+        if name not in mismatch_names and not any(is_in_entry(name, entry) for entry in skipped_entries)
     }
-    return [entry for entry in entries if entry not in skipped], values
+    return [entry for entry in entries if entry not in skipped_entries], values
 
 
 def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:

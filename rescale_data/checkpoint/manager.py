@@ -100,8 +100,8 @@ class CheckpointManager(RunReader):
         self._rules = self._ranks.on_all(
             lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         )
-        if len(modes := set(self._ranks.on_each(lambda: _require_mode(async_mode)))) > 1:
-            raise ValueError(f"async_mode= differs between the ranks, {sorted(modes)}: give all the same.")
+        if len(async_modes := set(self._ranks.on_each(lambda: _require_mode(async_mode)))) > 1:
+            raise ValueError(f"async_mode= differs between the ranks, {sorted(async_modes)}: give all the same.")
         self._owner: Ownership | None = None
         self._ranks.run_on_first(self._become_owner)
         self._writes_in_background = async_mode != "disabled"

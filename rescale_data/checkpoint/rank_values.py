@@ -93,8 +93,8 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
 def _digest(value: Any) -> bytes:
     """Return a digest of 8 bytes of a value; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        flat = cast(torch.Tensor, value).detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-        chunks = [f"{value.dtype} {value.shape}".encode(), flat.view(torch.uint8).numpy().tobytes()]
+        flat_tensor = cast(torch.Tensor, value).detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        chunks = [f"{value.dtype} {value.shape}".encode(), flat_tensor.view(torch.uint8).numpy().tobytes()]
     elif is_plain(value) or isinstance(value, bytearray):
         chunks = [repr(value).encode()]
     elif isinstance(value, Enum):

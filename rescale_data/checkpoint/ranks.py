@@ -46,7 +46,7 @@ class Ranks:
         outcome: list[Any] = [_result_or_error(work) if self.is_first else None]
         source_rank = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(outcome, src=source_rank, group=self.group)
-        return _results(outcome)[0]
+        return _unpack_results(outcome)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank, and return all results on every rank, in rank order."""
@@ -54,7 +54,7 @@ class Ranks:
             return [work()]
         outcomes: list[Any] = [None] * self.world_size
         dist.all_gather_object(outcomes, _result_or_error(work), group=self.group)
-        return _results(outcomes)
+        return _unpack_results(outcomes)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Run ``work`` on every rank, and return this rank's own result; raise on all ranks if it fails on one."""
@@ -70,7 +70,7 @@ def _result_or_error(work: Callable[[], T]) -> tuple[T | None, Exception | None]
         return None, to_picklable(error)
 
 
-def _results(outcomes: list[Any]) -> list[Any]:
+def _unpack_results(outcomes: list[Any]) -> list[Any]:
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             if len(outcomes) > 1:

@@ -32,7 +32,7 @@ class Retention:
         for name, value in (("keep_latest", self.keep_latest), ("keep_every", self.keep_every)):
             if value is not None and not _is_count(value):
                 raise ValueError(f"{name}={value!r}: give an integer of at least 1, or None.")
-        if self.keep_best is not None and not _is_rule(self.keep_best):
+        if self.keep_best is not None and not _is_best_rule(self.keep_best):
             raise ValueError(
                 f'keep_best={self.keep_best!r}: give (metric, "min" or "max", integer of at least 1), or None.'
             )
@@ -85,14 +85,14 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
             warned_topics.add("missing")
             logger.warning("In %s %s. Give save() metrics of that name.", folder.path, message)
     except Exception as error:
-        logger.warning(_NOT_DELETED, folder.path, error)
+        logger.warning(_NOT_DELETED_MESSAGE, folder.path, error)
         return
     for path, step in ((folder.checkpoint_path(step), step) for step in steps_to_delete if step != saved_step):
         try:
             if owner.delete(f"step-{step}") == "gone":
                 logger.info("Deleted %s.", path)
         except Exception as error:  # one that cannot be deleted does not keep the others
-            logger.warning(_NOT_DELETED, path, error)
+            logger.warning(_NOT_DELETED_MESSAGE, path, error)
     owner.remove_obsolete()
 
 
@@ -117,7 +117,7 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool)
     return {str(step): state_words[state] for step, state in outcomes.items()}
 
 
-_NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"
+_NOT_DELETED_MESSAGE = "%s: what no rule keeps was not deleted; the next save tries again: %s"
 _LATER_STEPS_MESSAGE = (
     "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the run went back "
     "to an earlier step, or go on in another folder."
@@ -128,6 +128,6 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_rule(value: object) -> bool:
+def _is_best_rule(value: object) -> bool:
     rule = cast("tuple[object, ...]", value) if isinstance(value, tuple | list) else ()
     return len(rule) == 3 and isinstance(rule[0], str) and rule[1] in ("min", "max") and _is_count(rule[2])

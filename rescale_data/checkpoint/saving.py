@@ -140,7 +140,7 @@ def write_checkpoint(
     except BaseException as error:
         for owner in ownerships:
             with contextlib.suppress(Exception):
-                owner.abandon(step_name, begun_save)
+                owner.discard_save(step_name, begun_save)
             with contextlib.suppress(OSError):
                 owner.check_not_superseded()  # a newer owner may have removed the files
         raise error_with_advice(error, f"Saving {final_path}") from error
@@ -157,11 +157,11 @@ def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ra
         raise ValueError(
             f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {targets_text}. Give all the same."
         )
-    other = next((values for values in rank_metrics if values and repr(values) != repr(rank_metrics[0])), None)
-    if ranks.is_first and other is not None:
+    other_metrics = next((values for values in rank_metrics if values and repr(values) != repr(rank_metrics[0])), None)
+    if ranks.is_first and other_metrics is not None:
         logger.warning(
             "Saving %s: ranks give different metrics, %s on the first and %s on another one. The first rank's are kept, also "
-            "for keep_best: reduce them over the ranks.", description, rank_metrics[0], other,
+            "for keep_best: reduce them over the ranks.", description, rank_metrics[0], other_metrics,
         )  # fmt: skip
 
 

@@ -56,11 +56,11 @@ class Stager:
         done_future = self._executor.submit(self._copy_deferred, deferred, _queued_work(deferred))
         self._pending_copies[:] = [done_future]
 
-        def copies() -> StagedState:
+        def get_copies() -> StagedState:
             done_future.result()
             return map_leaves(state_dict, lambda path, leaf: deferred.get(path, leaf))
 
-        return done_future, copies
+        return done_future, get_copies
 
     def _copy_deferred(self, deferred_tensors: DeferredTensors, queued_work: list[torch.Event]) -> None:
         """Wait for the accelerator, then replace the live tensors by copies in host memory."""
@@ -68,11 +68,11 @@ class Stager:
             event.synchronize()
         with self._copy_stream:
             try:
-                staged = self._dcp_stager.stage(cast(Any, deferred_tensors))
+                copied_tensors = self._dcp_stager.stage(cast(Any, deferred_tensors))
             except KeyError:  # in torch 2.10 and 2.11 a stager ends with its first copy, and keeps no memory
                 self._dcp_stager = _new_stager()
-                staged = self._dcp_stager.stage(cast(Any, deferred_tensors))
-        deferred_tensors |= cast(DeferredTensors, staged)
+                copied_tensors = self._dcp_stager.stage(cast(Any, deferred_tensors))
+        deferred_tensors |= cast(DeferredTensors, copied_tensors)
 
     def wait(self) -> None:
         """Wait until the copy is done, so that the state may change. An error of the copy is raised by its save."""

@@ -37,14 +37,14 @@ def tree_of(
 def unflatten_hints_of(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the structure that flattened names lose: keys that are not strings, and empty mappings."""
     if isinstance(tree, Mapping):
-        lost_entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
+        hints: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             inner_path = (*path, str(key))
-            lost_entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
-            lost_entries += unflatten_hints_of(inner, inner_path)
-        return lost_entries
+            hints += [([*inner_path], key)] if isinstance(key, int | float | None) else []
+            hints += unflatten_hints_of(inner, inner_path)
+        return hints
     list_items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for index, inner in enumerate(list_items) for lost in unflatten_hints_of(inner, (*path, index))]
+    return [hint for index, inner in enumerate(list_items) for hint in unflatten_hints_of(inner, (*path, index))]
 
 
 def map_leaves(value: Any, function: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:

@@ -14,7 +14,7 @@ from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.recipe import Pipeline
 
 
-def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | None, **as_loaded: Any) -> dict[str, Any]:
+def audit(run: str, pipelines: Sequence[str], find: str | None, steps: str | None, **as_loaded: Any) -> dict[str, Any]:
     """Return the audit's result: ``served`` samples and ``steps``; with ``find`` how many ``rows`` match and were ``drawn``.
 
     Args:
@@ -45,14 +45,14 @@ def _import_pipeline(object_name: str) -> Pipeline:
 
 def import_object(object_name: str) -> Any:
     """Import the object that ``MODULE:NAME`` names; raise ``ValueError`` if there is none."""
-    module, colon, function = object_name.partition(":")
-    if not (module and colon and function):
+    module, colon, attribute_path = object_name.partition(":")
+    if not (module and colon and attribute_path):
         raise ValueError(f"{object_name!r} names nothing: give MODULE:NAME, train:pipeline for `pipeline` in train.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         value: Any = importlib.import_module(module)
-        for attribute in function.split("."):
+        for attribute in attribute_path.split("."):
             value = getattr(value, attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{error}. Give MODULE:NAME, as `import` and Python name them.") from error

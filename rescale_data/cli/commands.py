@@ -104,8 +104,10 @@ def plan(
     from rescale_data.cli import planning, render
 
     sizes = [*([] if current is None else [current]), *(to or [])]
-    answer = _run_or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
-    _print(as_json, answer, lambda console: render.show_plan(console, answer))
+    result = _run_or_exit(
+        lambda: planning.fit_ranks(global_batch_size, sizes, gpus, model_parallel, num_logical_shards)
+    )
+    _print(as_json, result, lambda console: render.show_plan(console, result))
 
 
 @app.command()
@@ -130,8 +132,8 @@ def audit(
     from rescale_data.cli import auditing, render
 
     as_loaded = {"repeat": repeat, "tail": tail, "num_workers": num_workers, "name": name}
-    answer = _run_or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
-    _print(as_json, answer, lambda console: render.show_audit(console, answer, limit))
+    result = _run_or_exit(lambda: auditing.audit(folder, pipeline, find, steps, **as_loaded))
+    _print(as_json, result, lambda console: render.show_audit(console, result, limit))
 
 
 @app.command()

@@ -16,7 +16,7 @@ def convert(source: str, target: str, *, to: str | None, name: str | None, max_s
     Args:
         to: ``"torch"``, ``"safetensors"`` or ``"dcp"``; default by what ``target`` is called.
     """
-    format_name = to or _format_of(target)
+    format_name = to or _format_from_name(target)
     (source_store, source_path), (store, target_path) = open_store(source), open_store(target)
     if format_name != "safetensors" and store.is_file(target_path):
         raise ValueError(f"{target} exists already. Give another name, or remove it first.")
@@ -40,7 +40,7 @@ def _file_sizes(store: Store, target_path: str) -> dict[str, int]:
     return store.file_sizes(target_path) or {name: store.file_sizes(folder)[name]}
 
 
-def _format_of(target: str) -> str:
+def _format_from_name(target: str) -> str:
     if target.endswith((".pt", ".pth", ".bin", ".ckpt")):
         return "torch"
     return "safetensors" if target.rstrip("/").endswith("safetensors") else "dcp"

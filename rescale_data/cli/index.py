@@ -37,19 +37,19 @@ def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int,
     source_paths = paths[0] if len(paths) == 1 else list(paths)
     if fmt not in (None, *FORMATS):
         raise ValueError(f"--format {fmt}: give one of {', '.join(FORMATS)}.")
-    kind = FORMATS[fmt] if fmt is not None else _format_of(source_paths)
+    kind = FORMATS[fmt] if fmt is not None else _find_source_class(source_paths)
     num_files = len(kind.find_files(source_paths).names)
-    num_rows, arguments, num_parts = 0, (kind, source_paths, index_dir), count_parts(index_dir)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
+    num_rows, source_args, num_parts_before = 0, (kind, source_paths, index_dir), count_parts(index_dir)
+    spawn_context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn_context) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
         running_tasks = {
-            pool.submit(_count_rows, *arguments) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))
+            pool.submit(_count_rows, *source_args) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))
         }
         while running_tasks:
             done_tasks, running_tasks = wait(running_tasks, _POLL_SECONDS, "FIRST_COMPLETED")
             row_counts = [future.result() for future in done_tasks]
-            bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - num_parts)))
+            bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - num_parts_before)))
             if row_counts:
                 num_rows = row_counts[0]
         bar.update(task, completed=num_files)
@@ -60,7 +60,7 @@ def _count_rows(source_class: type[Any], paths: Any, index_dir: str) -> int:
     return source_class(paths, index_dir=index_dir).num_rows
 
 
-def _format_of(paths: Any) -> type[FileSource]:
+def _find_source_class(paths: Any) -> type[FileSource]:
     suffixes = tuple(suffix for source_class in FORMATS.values() for suffix in source_class.SUFFIXES)
     first_name = find_matching_files(paths, suffixes).names[0]
     for source_class in FORMATS.values():

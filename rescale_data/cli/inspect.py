@@ -35,10 +35,10 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     store, path = open_store(folder)
     RunFolder.open_existing(store, path)
     names = [name for name in store.names(path) if not name.startswith(".")]
-    by_step = sorted(
+    sorted_names = sorted(
         names, key=lambda name: (int(step[1]) if (step := STEP_PATTERN.fullmatch(name)) else float("inf"), name)
     )
-    checkpoints = [entry for name in by_step if (entry := _describe(store, join(path, name))) is not None]
+    checkpoints = [entry for name in sorted_names if (entry := _describe(store, join(path, name))) is not None]
     if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."
@@ -171,9 +171,9 @@ def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, A
         }
         weight_rule = from_json(node)
         weights = weights_at(weight_rule, weight_rule.sources, int(num_drawn), 1, epoch_by_source).source_weights
-        drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
+        total_by_source = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
         for name, weight in zip(weight_rule.sources, weights, strict=True):
-            share = drawn_totals[name] / max(1, sum(drawn_totals.values()))
+            share = total_by_source[name] / max(1, sum(total_by_source.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return shares
 

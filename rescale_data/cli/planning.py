@@ -7,7 +7,7 @@ from typing import Any
 from rescale_data.layout.plan import Plan, plan
 
 
-def answer(
+def fit_ranks(
     global_batch_size: int, rank_counts: list[int], gpus: int | None, gpus_per_rank: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
     """Return, for each number of ranks, if it is allowed and keeps the order, and which micro batches and workers fit.
@@ -30,8 +30,8 @@ def answer(
             f"No number of ranks keeps the order with {global_batch_size} samples a global batch and "
             f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
-    largest = None if gpus is None else _find_largest_fit(aligned_rank_counts, gpus, gpus_per_rank)
-    requested_rank_counts = [*rank_counts, *([] if largest is None else [largest["ranks"]])] or aligned_rank_counts
+    best_fit = None if gpus is None else _find_largest_fit(aligned_rank_counts, gpus, gpus_per_rank)
+    requested_rank_counts = [*rank_counts, *([] if best_fit is None else [best_fit["ranks"]])] or aligned_rank_counts
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,
@@ -39,15 +39,15 @@ def answer(
             _describe_ranks(options, aligned_rank_counts, num_ranks)
             for num_ranks in dict.fromkeys(requested_rank_counts)
         ],
-        "largest": largest,
+        "largest": best_fit,
     }
 
 
 def _find_largest_fit(aligned_rank_counts: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
-    choices = [num_ranks for num_ranks in aligned_rank_counts if num_ranks * model_parallel <= gpus]
-    if not choices:
+    fitting = [num_ranks for num_ranks in aligned_rank_counts if num_ranks * model_parallel <= gpus]
+    if not fitting:
         raise ValueError(f"{gpus} GPUs hold no data-parallel rank of {model_parallel} GPUs.")
-    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": choices[-1], "used": choices[-1] * model_parallel}
+    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fitting[-1], "used": fitting[-1] * model_parallel}
 
 
 def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:

@@ -65,39 +65,39 @@ def write_page(path: str, checkpoints: Sequence[Mapping[str, Any]], summary: Map
     return path
 
 
-def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
+def show_plan(console: Console, result: Mapping[str, Any]) -> None:
     rows: list[tuple[str, ...]] = []
-    for entry in answer["ranks"]:
+    for entry in result["ranks"]:
         b_values = entry["micro_batches"]
         shown_text = ", ".join(map(str, b_values if len(b_values) <= 8 else [*b_values[:6], "...", b_values[-1]]))
         nearest = " and ".join(map(str, entry["nearest"]))
         keeps_order = "yes" if entry["keeps_order"] else f"no; {nearest} would" if nearest else "no"
         allowed = "yes" if entry["allowed"] else "no"
         rows.append((str(entry["ranks"]), allowed, keeps_order, shown_text, ", ".join(map(str, entry["workers"]))))
-    console.print(f"global batch {answer['global_batch_size']}, {answer['num_logical_shards']} logical shards")
+    console.print(f"global batch {result['global_batch_size']}, {result['num_logical_shards']} logical shards")
     _print_table(
         console, ("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these"), rows
     )
-    if answer["largest"]:
+    if result["largest"]:
         shown_text = (
             "{gpus} GPUs, {model_parallel} a data-parallel rank: at most {ranks} ranks keep the order, on {used} GPUs"
         )
-        console.print(shown_text.format(**answer["largest"]))
+        console.print(shown_text.format(**result["largest"]))
 
 
-def show_audit(console: Console, answer: Mapping[str, Any], max_samples: int) -> None:
-    served = answer["served"]
+def show_audit(console: Console, result: Mapping[str, Any], max_samples: int) -> None:
+    served = result["served"]
     if served:
         rows = [
             (str(sample["step"]), str(sample["sample"]), str(sample["shard"]), "\n".join(sample["documents"]))
             for sample in served[:max_samples]
         ]
         _print_table(console, ("step", "sample", "shard", "documents"), rows)
-    num_hidden, (first_step, stop_step) = len(served) - max_samples, answer["steps"]
-    summary = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
+    num_hidden_samples, (first_step, stop_step) = len(served) - max_samples, result["steps"]
+    summary = f"{result['rows']} rows, drawn {result['drawn']} times; in " if "rows" in result else ""
     console.print(
         f"{summary}{len(served)} samples of steps {first_step} to {stop_step - 1}"
-        + (f", {num_hidden} not shown" if num_hidden > 0 else "")
+        + (f", {num_hidden_samples} not shown" if num_hidden_samples > 0 else "")
     )
 
 
@@ -105,9 +105,9 @@ def progress_bar(shard_values: Sequence[float], width: int) -> str:
     """Return a bar chart of the values of logical shards, one character for each shard or a few neighbours."""
     width = min(width, len(shard_values))
     bounds = [len(shard_values) * column // width for column in range(width + 1)]
-    means = [fmean(shard_values[start:stop]) for start, stop in pairwise(bounds)]
-    max_mean = max(*means, 1)
-    return "".join(_BAR_CHARS[round(mean / max_mean * (len(_BAR_CHARS) - 1))] for mean in means)
+    bar_means = [fmean(shard_values[start:stop]) for start, stop in pairwise(bounds)]
+    max_mean = max(*bar_means, 1)
+    return "".join(_BAR_CHARS[round(mean / max_mean * (len(_BAR_CHARS) - 1))] for mean in bar_means)
 
 
 def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any]) -> None:

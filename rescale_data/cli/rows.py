@@ -19,8 +19,8 @@ def write_rows(source_name: str, ids_path: str, column: str, out_path: str) -> d
     """
     id_lines = Path(ids_path).read_text().split("\n")
     id_set = {line.strip() for line in id_lines if line.strip()}
-    id_numbers = {int(line) for line in id_set if line.removeprefix("-").isdecimal()}
-    rows = find_rows(import_object(source_name), id_set | id_numbers, column)
+    integer_ids = {int(line) for line in id_set if line.removeprefix("-").isdecimal()}
+    rows = find_rows(import_object(source_name), id_set | integer_ids, column)
     Path(out_path).write_text(json.dumps(rows))
     num_rows = len(rows) if isinstance(rows, list) else sum(map(len, rows.values()))
     return {"ids": len(id_set), "rows": num_rows, "out": out_path}

@@ -87,11 +87,11 @@ class Balance:
         Raises:
             ValueError: One of them is no integer, or is out of range, or the sample has no such column.
         """
-        tokens = (_num_tokens(sample) or 1) if self.tokens is None else _integer("tokens", self.tokens, sample)
-        weight = 0 if self.weight is None else _integer("weight", self.weight, sample)
-        return _integer("cost", self.cost, sample), max(tokens, 1), weight
+        tokens = (_num_tokens(sample) or 1) if self.tokens is None else _measure_sample("tokens", self.tokens, sample)
+        weight = 0 if self.weight is None else _measure_sample("weight", self.weight, sample)
+        return _measure_sample("cost", self.cost, sample), max(tokens, 1), weight
 
-    def described(self) -> dict[str, Any]:
+    def comparable_settings(self) -> dict[str, Any]:
         """Return the settings by name, with functions replaced by their names, so that ranks can compare them."""
         return {
             name: value if isinstance(value, str | int | TransformerCost | None) else getattr(value, "__qualname__", "")
@@ -173,7 +173,7 @@ def _num_tokens(sample: Any) -> int | None:
     return len(sample[columns[0]]) if columns else None
 
 
-def _integer(name: str, measure: SampleMeasure, sample: Any) -> int:
+def _measure_sample(name: str, measure: SampleMeasure, sample: Any) -> int:
     if isinstance(measure, str) and not (isinstance(sample, Mapping) and measure in sample):
         column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise ValueError(f"rd.Balance({name}={measure!r}): there is no such column; a sample is {column_names}.")

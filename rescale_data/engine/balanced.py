@@ -50,7 +50,7 @@ class _Step:
         first_batch: The first micro batch of the step.
         stop_batch: The micro batch after its last one.
         micro_batches: The micro batches as the inner feed has made them.
-        own_measures: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
+        measures: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
         failure: The error because of which samples are missing; `None` if none are.
     """
 
@@ -58,7 +58,7 @@ class _Step:
     first_batch: int
     stop_batch: int
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
-    own_measures: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
+    measures: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
     failure: Exception | None = None
 
 
@@ -76,9 +76,9 @@ class BalancedFeed(WrappedFeed):
     def __init__(self, feed: BatchFeed, setup: LoaderSetup, balance: Balance) -> None:
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, setup.options.collate_fn or stack
-        self._sample_group = setup.ranks.subset(_members(balance, setup.ranks))
-        is_known = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
-        self._weight_ranks = self._sample_group if is_known else setup.ranks.subset(range(setup.ranks.world_size))
+        self._sample_group = setup.ranks.subset(_sample_group_members(balance, setup.ranks))
+        in_group = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
+        self._weight_ranks = self._sample_group if in_group else setup.ranks.subset(range(setup.ranks.world_size))
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._batches_to_skip = 0
         self._segment: EpochSegment | None = None
@@ -86,8 +86,9 @@ class BalancedFeed(WrappedFeed):
         self._has_warned = False
 
     def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
-        num_own = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
-        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_ranks, num_own, self._exchanges)
+        samples_per_rank_step = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
+        groups = self._setup.ranks, self._sample_group, self._weight_ranks
+        self._exchanges = Exchanges(*groups, samples_per_rank_step, self._exchanges)
         self._segment, self._u, self._ready_batches = segment, segment.step_start(first_batch), deque()
         self._batches_to_skip = first_batch - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
@@ -123,14 +124,14 @@ class BalancedFeed(WrappedFeed):
     def _make_step(self, segment: EpochSegment, exchanges: Exchanges) -> list[MicroBatch]:
         batches_per_step = segment.layout.gradient_accumulation_steps
         step = _Step(segment, self._u, self._u + batches_per_step - self._u % batches_per_step)
-        self._read(step, exchanges)
-        arranged_batches = exchanges.run_exchange(lambda: self._arrange(step, exchanges))
+        self._read_samples(step, exchanges)
+        arranged_batches = exchanges.run_exchange(lambda: self._exchange_samples(step, exchanges))
         self._u = step.stop_batch
         batches = [self._collate_batch(*arranged, segment) for arranged in arranged_batches]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
 
-    def _read(self, step: _Step, exchanges: Exchanges) -> None:
+    def _read_samples(self, step: _Step, exchanges: Exchanges) -> None:
         """Read this rank's samples of a step and measure their costs; an error is stored in ``step.failure``, not raised."""
         try:
             for _ in range(step.first_batch, step.stop_batch):
@@ -142,30 +143,30 @@ class BalancedFeed(WrappedFeed):
                 for batch in step.micro_batches
                 for sample_index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
-            step.own_measures = np.array(sample_numbers, dtype=np.int64)
+            step.measures = np.array(sample_numbers, dtype=np.int64)
         except Exception as error:
             step.failure = error
 
-    def _arrange(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
+    def _exchange_samples(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
         samples_before = int(step.segment.samples_before(step.first_batch).sum())
         is_last = step.stop_batch == step.segment.stop
-        sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
-        owners = np.repeat(np.arange(self._sample_group.world_size), len(step.own_measures))
-        target_ranks, micro_batch = self._plan(step, sample_measures, owners)
-        samples = self._move_samples(step, exchanges, owners, target_ranks)
-        is_own, numbers = target_ranks == self._sample_group.rank, range(step.stop_batch - step.first_batch)
-        batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in numbers]
-        return [([samples[n] for n in ids.tolist()], sample_measures[ids], weight) for ids in batch_indices]
+        sample_measures, weight = exchanges.agree(step.failure, samples_before, step.measures, is_last=is_last)
+        owner_ranks = np.repeat(np.arange(self._sample_group.world_size), len(step.measures))
+        target_ranks, micro_batch = self._plan_step(step, sample_measures, owner_ranks)
+        samples = self._move_samples(step, exchanges, owner_ranks, target_ranks)
+        is_mine, batches = target_ranks == self._sample_group.rank, range(step.stop_batch - step.first_batch)
+        batch_indices = [np.flatnonzero(is_mine & (micro_batch == number)) for number in batches]
+        return [([samples[n] for n in index.tolist()], sample_measures[index], weight) for index in batch_indices]
 
-    def _plan(self, step: _Step, sample_measures: Ints, owners: Ints) -> tuple[Ints, Ints]:
+    def _plan_step(self, step: _Step, sample_measures: Ints, owner_ranks: Ints) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
         balance, layout, tokens = self._balance, step.segment.layout, sample_measures[:, TOKENS]
         max_tokens = balance.max_tokens or layout.micro_batch_size * int(tokens.max())
         plan = StepPlan(
             costs=sample_measures[:, COST],
             tokens=tokens,
-            owner_ranks=owners,
+            owner_ranks=owner_ranks,
             num_ranks=self._sample_group.world_size,
             num_batches=step.stop_batch - step.first_batch,
             max_tokens=max_tokens,
@@ -190,13 +191,13 @@ class BalancedFeed(WrappedFeed):
                 tokens.size,
             )
 
-    def _move_samples(self, step: _Step, exchanges: Exchanges, owners: Ints, target_ranks: Ints) -> dict[int, Any]:
+    def _move_samples(self, step: _Step, exchanges: Exchanges, owner_ranks: Ints, target_ranks: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
         my_index, indices = self._sample_group.rank, np.arange(len(target_ranks))
-        is_own = owners == my_index
+        is_own = owner_ranks == my_index
         samples = dict(zip(indices[is_own].tolist(), (s for mb in step.micro_batches for s in mb.batch), strict=True))
         to_send = _group_by_rank(target_ranks[is_own], indices[is_own], my_index)
-        incoming = _group_by_rank(owners[target_ranks == my_index], indices[target_ranks == my_index], my_index)
+        incoming = _group_by_rank(owner_ranks[target_ranks == my_index], indices[target_ranks == my_index], my_index)
         lists = exchanges.exchange_lists({i: [samples[n] for n in sent] for i, sent in to_send.items()}, list(incoming))
         received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
         return samples | received_samples
@@ -219,7 +220,7 @@ def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
     return {rank: numbers[ranks == rank].tolist() for rank in np.unique(ranks).tolist() if rank != me}
 
 
-def _members(balance: Balance, ranks: Ranks) -> list[int]:
+def _sample_group_members(balance: Balance, ranks: Ranks) -> list[int]:
     """Return the dp ranks among which samples may move, this rank included, ascending (collective with ``over="host"``)."""
     if balance.over == "rank" or ranks.world_size == 1:
         return [ranks.rank]

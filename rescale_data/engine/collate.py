@@ -21,9 +21,9 @@ Samples = Sequence[Any]
 def collate(samples: Samples) -> Any:
     """Stack samples into a batch as torch's `default_collate` does; an error names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
-        return _stack(None, list(samples))
+        return _stack_column(None, list(samples))
     _require_same_columns(samples)
-    return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
+    return {column: _stack_column(column, [sample[column] for sample in samples]) for column in samples[0]}
 
 
 def pad_collate(pad: Mapping[str, float]) -> Callable[[Samples], dict[str, Any]]:
@@ -53,16 +53,16 @@ def _collate_padded(pad: Mapping[str, float], samples: Samples) -> dict[str, Any
             f"pad_collate was given the columns {missing_columns}, which samples lack; they have {list(samples[0])}."
         )
     _require_same_columns(samples)
-    return {column: _pad(column, [sample[column] for sample in samples], pad.get(column)) for column in samples[0]}
+    return {column: _pad_all(column, [sample[column] for sample in samples], pad.get(column)) for column in samples[0]}
 
 
-def _pad(column: str, values: list[Any], padding_value: float | None) -> Any:
+def _pad_all(column: str, values: list[Any], padding_value: float | None) -> Any:
     """Return the values of a column as one tensor, padded at their end; stacked if there is no padding value."""
     if padding_value is None:
-        return _stack(column, values)
+        return _stack_column(column, values)
     try:
-        tensors = _of_one_dtype([_tensor(value, padding_value) for value in values])
-        if _holds(tensors[0].dtype, padding_value):
+        tensors = _promote_to_one_dtype([_to_tensor(value, padding_value) for value in values])
+        if _can_hold(tensors[0].dtype, padding_value):
             return pad_sequence(tensors, batch_first=True, padding_value=padding_value)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
@@ -75,7 +75,7 @@ def _pad(column: str, values: list[Any], padding_value: float | None) -> Any:
     )
 
 
-def _tensor(value: Any, pad: float) -> Tensor:
+def _to_tensor(value: Any, pad: float) -> Tensor:
     """Return a value of a sample as a tensor; an empty list gets the dtype of the padding value."""
     is_empty = isinstance(value, list | tuple) and not value
     if isinstance(value, Tensor):
@@ -83,13 +83,13 @@ def _tensor(value: Any, pad: float) -> Tensor:
     return torch.as_tensor(value, dtype=torch.as_tensor(pad, device="cpu").dtype if is_empty else None, device="cpu")
 
 
-def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
+def _promote_to_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors in one dtype, to which the dtypes of all non-empty tensors are promoted."""
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype])
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _holds(dtype: torch.dtype, number: float) -> bool:
+def _can_hold(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return True
     dtype_min, dtype_max = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -114,7 +114,7 @@ def _require_same_columns(samples: Samples) -> None:
             _require_same_columns([sample[column] for sample in samples])
 
 
-def _stack(column: str | None, values: list[Any]) -> Any:
+def _stack_column(column: str | None, values: list[Any]) -> Any:
     """Return the values of a column, or samples without columns, as one value; tensors that are made for it lie on the CPU."""
     if isinstance(values[0], PerDocValues):
         return values

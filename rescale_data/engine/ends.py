@@ -57,9 +57,9 @@ class EpochEndFinder:
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
         self.verify_error = ""
         self._agreement: _EndAgreement | None = None
-        self._epoch = -1  # the epoch that the next three describe
-        self._table: Ints | None = None  # with all rows, of a round that not all ranks have planned
-        self._num_ahead = 0  # samples of each shard that are read ahead in it
+        self._searched_epoch = -1  # the epoch that the next three describe
+        self._round_table: Ints | None = None  # with all rows, of a round that not all ranks have planned
+        self._num_samples_ahead = 0  # samples of each shard that are read ahead in it
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def samples_left_in_epoch(self, table: Ints) -> Ints | None:
@@ -98,23 +98,23 @@ class EpochEndFinder:
         fail, and begin anew where this is called again. A rank that Ctrl-C has interrupted continues where it was.
         """
         self._start_epoch_search(cursor)
-        if self._table is None:
-            self._table = self.ranks.merge(cursor.positions, cursor.owners)
-        table = self._table
+        if self._round_table is None:
+            self._round_table = self.ranks.merge(cursor.positions, cursor.owners)
+        table = self._round_table
         self.runner.load(table, self.schema.histories)
         min_samples, samples_read = STEPS_PER_REMAINDER_ROUND * self.layout.global_batch_size, 0
-        self._num_ahead = self._num_ahead or -(-min_samples // len(table))
+        self._num_samples_ahead = self._num_samples_ahead or -(-min_samples // len(table))
         while True:
-            num_ahead = self._num_ahead
-            end_samples = self._read(table[:, SAMPLES], samples_read, num_ahead)
+            num_ahead = self._num_samples_ahead
+            end_samples = self._read_ahead(table[:, SAMPLES], samples_read, num_ahead)
             samples_left = np.where(
                 end_samples == _UNKNOWN_END, num_ahead, np.minimum(end_samples - table[:, SAMPLES], num_ahead)
             )
             num_unfinished = int((samples_left == num_ahead).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
-                self._table, self._num_ahead = None, 0
+                self._round_table, self._num_samples_ahead = None, 0
                 return table, samples_left
-            samples_read, self._num_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
+            samples_read, self._num_samples_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -147,12 +147,12 @@ class EpochEndFinder:
         )
 
     def _start_epoch_search(self, cursor: Cursor) -> None:
-        if self._epoch != cursor.clock.epoch:
+        if self._searched_epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
             self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN_END, dtype=np.int64)
-            self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
+            self._round_table, self._num_samples_ahead, self._searched_epoch = None, 0, cursor.clock.epoch
 
-    def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
+    def _read_ahead(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
         """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN_END`.
 
         Args:
@@ -172,7 +172,7 @@ class EpochEndFinder:
         try:
             self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         except Exception:  # an exchange may have failed on some ranks alone: all plan the round from its beginning
-            self._table, self._num_ahead = None, 0
+            self._round_table, self._num_samples_ahead = None, 0
             raise
         return self._epoch_ends[:, 0]
 

@@ -62,11 +62,11 @@ class Exchanges:
         self, ranks: Ranks, sample_group: Ranks, weight_ranks: Ranks, step_size: int, previous: Exchanges | None
     ) -> None:
         self._ranks, self._sample_group, self._weight_ranks, self._size = ranks, sample_group, weight_ranks, step_size
-        is_alone = sample_group.communicator is None and weight_ranks.communicator is None
+        needs_no_exchange = sample_group.communicator is None and weight_ranks.communicator is None
         if previous is not None:
             previous.stop()
-        self._thread = None if is_alone else TaskThread("balance") if previous is None else previous._thread
-        self._answer = WorkResult[Any]()
+        self._thread = None if needs_no_exchange else TaskThread("balance") if previous is None else previous._thread
+        self._pending_result = WorkResult[Any]()
         self._lock, self._process_id = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
         call_at_exit(self, Exchanges.stop)  # which informs the other ranks
@@ -82,14 +82,14 @@ class Exchanges:
         """
         if self._thread is None:
             return work()
-        answer = WorkResult[T]()
+        result = WorkResult[T]()
         with self._lock:
             if self.is_stopped or self._is_over:
                 raise NoSamplesLeft
-            self._answer = answer
-            self._thread.put(lambda: answer.run_work(work))
+            self._pending_result = result
+            self._thread.put(lambda: result.run_work(work))
         try:
-            return answer.get(self._ranks.timeout)
+            return result.get(self._ranks.timeout)
         except Empty:
             raise RuntimeError(
                 f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for the samples of the step of other "
@@ -107,7 +107,7 @@ class Exchanges:
             if not (self._thread is None or self._is_over):
                 self._thread.put(self._send_stopped)
             self.is_stopped = True  # only now, since Ctrl-C may come in between
-        self._answer.fail(NoSamplesLeft())
+        self._pending_result.fail(NoSamplesLeft())
 
     def close(self) -> None:
         """Stop, and wait until the last exchange is over, at most 5 seconds."""
@@ -123,33 +123,33 @@ class Exchanges:
 
     # In the thread of an exchange
 
-    def agree(self, failure: Exception | None, num_delivered: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
+    def agree(self, failure: Exception | None, num_delivered: int, samples: Ints, *, is_last: bool) -> tuple[Ints, int]:
         """Exchange the costs of this rank's samples of a step, or the reason why it has no samples (collective).
 
         Args:
             failure: The reason, `NoSamplesLeft` at the end of the epoch; `None` if there are samples.
             num_delivered: The number of samples that the run delivered before the step, the same on all ranks.
-            numbers: ``int64[samples, 5]``, the columns `COST` to `IS_REAL`.
+            samples: ``int64[samples, 5]``, the columns `COST` to `IS_REAL`.
             is_last: True if no step follows.
 
         Returns:
-            The numbers of all samples of the group, in the order of its ranks, and the weight of the whole global batch.
+            The measures of all samples of the group, in the order of its ranks, and the weight of the whole global batch.
 
         Raises:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
-        measures_of_all_ranks, rank_states = self._gather_all(_status(failure), num_delivered, numbers)
-        statuses, sample_counts = rank_states[:, 0], np.unique(rank_states[rank_states[:, 0] != STATUS_STOPPED, 1])
-        max_status = STATUS_OUT_OF_STEP if len(sample_counts) > 1 else int(statuses.max())
+        measures_of_all_ranks, rank_states = self._gather_all(_status(failure), num_delivered, samples)
+        statuses, delivered_counts = rank_states[:, 0], np.unique(rank_states[rank_states[:, 0] != STATUS_STOPPED, 1])
+        max_status = STATUS_OUT_OF_STEP if len(delivered_counts) > 1 else int(statuses.max())
         self._is_over = max_status != STATUS_MADE or is_last
         if max_status == STATUS_OUT_OF_STEP:
             raise RuntimeError(
-                f"The dp ranks are at different places of the run, {sample_counts.tolist()} samples from its beginning: an "
+                f"The dp ranks are at different places of the run, {delivered_counts.tolist()} samples from its beginning: an "
                 f"error came on some of them alone, or they made other calls. Load one state on all of them."
             )
         if max_status != STATUS_MADE:
             raise failure if failure is not None and _status(failure) == max_status else _other_rank_error(max_status)
-        return measures_of_all_ranks[:, : len(numbers)].reshape(-1, 5), int(rank_states[:, 2].sum())
+        return measures_of_all_ranks[:, : len(samples)].reshape(-1, 5), int(rank_states[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
         """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index.
@@ -159,35 +159,35 @@ class Exchanges:
         communicator = self._sample_group.communicator
         if communicator is None or not (outgoing or incoming):
             return {}
-        payloads, failure = dict[int, PackedBytes](), None
+        packed, failure = dict[int, PackedBytes](), None
         for index, samples in outgoing.items():
             try:
-                payloads[index] = to_bytes(samples)
+                packed[index] = to_bytes(samples)
             except Exception as error:
-                payloads[index], failure = to_bytes(None), error
-        bodies = {index: body for index, (body, _) in payloads.items()}
-        sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in payloads.items()}
+                packed[index], failure = to_bytes(None), error
+        outgoing_bytes = {index: body for index, (body, _) in packed.items()}
+        sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in packed.items()}
         incoming_sizes = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
         self._run_call("sizes", lambda call: communicator.exchange(call, sizes, incoming_sizes))
-        incoming_bodies = {
+        incoming_bytes = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu") for index, size in incoming_sizes.items()
         }
-        self._run_call("samples", lambda call: communicator.exchange(call, bodies, incoming_bodies))
-        lists = {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in incoming_bodies.items()}
-        if failure is not None or any(samples is None for samples in lists.values()):
+        self._run_call("samples", lambda call: communicator.exchange(call, outgoing_bytes, incoming_bytes))
+        received = {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in incoming_bytes.items()}
+        if failure is not None or any(samples is None for samples in received.values()):
             raise failure or other_rank_error(wrong_rows=False)
-        return lists
+        return received
 
     def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
         """Gather the sample measures in the sample group, and the status, position and weight of ranks in the weight group."""
-        own_costs = np.zeros((1 + self._size, 5), dtype=np.int64)
-        own_costs[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
-        own_costs[1 : 1 + len(sample_measures)] = sample_measures
-        gathered_costs = self._gather(self._sample_group, "costs", own_costs)
-        rank_states = gathered_costs[:, 0, :3]
+        outgoing_rows = np.zeros((1 + self._size, 5), dtype=np.int64)
+        outgoing_rows[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
+        outgoing_rows[1 : 1 + len(sample_measures)] = sample_measures
+        gathered_rows = self._gather(self._sample_group, "costs", outgoing_rows)
+        rank_states = gathered_rows[:, 0, :3]
         if self._weight_ranks is not self._sample_group:
-            rank_states = self._gather(self._weight_ranks, "weights", own_costs[0, :3].copy())
-        return gathered_costs[:, 1:], rank_states
+            rank_states = self._gather(self._weight_ranks, "weights", outgoing_rows[0, :3].copy())
+        return gathered_rows[:, 1:], rank_states
 
     def _gather(self, group: Ranks, name: str, numbers: Ints) -> Ints:
         communicator = group.communicator

@@ -24,7 +24,7 @@ from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, NoSamplesLeft, ShardRunner
 from rescale_data.engine.segment import EpochSegment, LookAhead
 from rescale_data.engine.threads import TaskThread, call_at_exit
-from rescale_data.engine.watch import describe, frames
+from rescale_data.engine.watch import describe, stacks
 from rescale_data.layout.batch_shards import BatchShards, BatchShardsFunction
 from rescale_data.sources.counts import MAKE_SECONDS, by_name, read_counters
 from rescale_data.state import Ints
@@ -76,8 +76,8 @@ class InProcessFeed(BatchFeed):
 
     def __init__(self, runner: ShardRunner, collate: Collate | None) -> None:
         self.runner = runner
-        self._take: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
-        self._collate, self._draw = collate, self._take
+        self._make: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
+        self._collate, self._draw = collate, self._make
         self._batch_shards: BatchShardsFunction | None = None
         self._segment: EpochSegment | None = None
         self._u, self._micro_batch_stride, self._pads_tail = 0, 1, False
@@ -88,10 +88,10 @@ class InProcessFeed(BatchFeed):
         self.runner.load(table, segment.histories)
         self._segment, self._u, self._micro_batch_stride = segment, first_batch, micro_batch_stride
         self._batch_shards, self._pads_tail = segment.batch_shards_function(table), segment.pads
-        self._draw = partial(self._look_ahead, segment.num_samples) if isinstance(segment, LookAhead) else self._take
+        self._draw = partial(self._look_ahead, segment.num_samples) if isinstance(segment, LookAhead) else self._make
 
     def next(self) -> MicroBatch:
-        started, u = time.perf_counter(), self._u
+        start_time, u = time.perf_counter(), self._u
         # After an error the rows are past what was delivered
         batch_shards, self._batch_shards = self._batch_shards, None
         if batch_shards is None or self._segment is None:
@@ -102,7 +102,7 @@ class InProcessFeed(BatchFeed):
         if self._pads_tail:
             batch = batch._replace(batch=with_valid_mask(batch.batch, batch.num_real, len(batch.shards)))
         self._batch_shards, self._u = batch_shards, u + self._micro_batch_stride
-        self._make_seconds += time.perf_counter() - started
+        self._make_seconds += time.perf_counter() - start_time
         return batch
 
     def progress(self) -> dict[str, float]:
@@ -165,17 +165,17 @@ class InThreadFeed(WrappedFeed):
     would keep the process alive.
 
     Args:
-        num_batches: The number of micro batches that the thread may be ahead.
+        max_batches_ahead: The number of micro batches that the thread may be ahead.
     """
 
-    def __init__(self, feed: BatchFeed, num_batches: int) -> None:
+    def __init__(self, feed: BatchFeed, max_batches_ahead: int) -> None:
         super().__init__(feed)
-        self.is_prefetching, self._num_batches = True, num_batches
+        self.is_prefetching, self._max_batches_ahead = True, max_batches_ahead
         self._thread_id = 0
         self._thread: TaskThread | None = None
         self._is_stopped = True
         self._finished_batches: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
-        self._unrequested_batches = self._untaken_batches = 0.0
+        self._num_to_request = self._num_untaken = 0.0
         self._process_id = os.getpid()  # the process that has the thread
 
     def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
@@ -185,18 +185,18 @@ class InThreadFeed(WrappedFeed):
         self._is_stopped = False
         self._thread = TaskThread("ahead")
         call_at_exit(self, lambda feed: feed.stop(wait=False))
-        self._unrequested_batches = self._untaken_batches = inf if segment.stop is None else segment.stop - first_batch
-        for _ in range(int(min(self._num_batches, self._unrequested_batches))):
+        self._num_to_request = self._num_untaken = inf if segment.stop is None else segment.stop - first_batch
+        for _ in range(int(min(self._max_batches_ahead, self._num_to_request))):
             self._request_one()
 
     def next(self) -> MicroBatch:
         finished_batches = self._finished_batches  # before the check: `stop` changes both in the other order
-        if self._untaken_batches <= 0:
+        if self._num_untaken <= 0:
             raise NoSamplesLeft
         micro_batch_or_error = finished_batches.get()
-        self._untaken_batches -= 1
+        self._num_untaken -= 1
         if isinstance(micro_batch_or_error, BaseException):
-            self._untaken_batches = 0
+            self._num_untaken = 0
             try:
                 raise micro_batch_or_error
             finally:
@@ -208,12 +208,12 @@ class InThreadFeed(WrappedFeed):
         return {**self.feed.progress(), "batches_ready": float(self._finished_batches.qsize())}
 
     def activity(self) -> str:
-        return self.feed.activity() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
+        return self.feed.activity() or f"waiting for the thread ahead, {describe(stacks().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
         if self._process_id != os.getpid():  # a forked process has no thread
             return
-        self._is_stopped, self._untaken_batches = True, 0
+        self._is_stopped, self._num_untaken = True, 0
         self._finished_batches.put(NoSamplesLeft())  # for a thread that waits for a batch that is not made any more
         self._finished_batches = SimpleQueue()
         if self._thread is not None:
@@ -228,11 +228,11 @@ class InThreadFeed(WrappedFeed):
         self.feed.close()
 
     def _request_one(self) -> None:
-        if self._thread is not None and self._unrequested_batches:
-            self._unrequested_batches -= 1
-            self._thread.put(self._make)
+        if self._thread is not None and self._num_to_request:
+            self._num_to_request -= 1
+            self._thread.put(self._make_one_batch)
 
-    def _make(self) -> None:
+    def _make_one_batch(self) -> None:
         """Make one micro batch in the background thread, unless the feed has stopped or has failed before."""
         # Before the check, as in `next`: the error of a stopped read is nobody's
         finished_batches = self._finished_batches
@@ -251,4 +251,4 @@ class SampleOriginFeed(InProcessFeed):
 
     def __init__(self, runner: ShardRunner, shards: Container[int]) -> None:
         super().__init__(runner, None)
-        self._take = lambda batch_shards, _collate: runner.make_origin_batch(batch_shards, shards)
+        self._make = lambda batch_shards, _collate: runner.make_origin_batch(batch_shards, shards)

@@ -56,13 +56,13 @@ class Slabs:
 
     def pack(self, slab: int, values: Sequence[PackedValue]) -> Message:
         """Write packed values into a slab (shared buffer), and return the message that says where they lie."""
-        start_offsets = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
+        start_offsets = np.cumsum([0, *(_round_up_to_alignment(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, start_offsets[-1])
-        ranges: list[ByteRange] = []
+        byte_ranges: list[ByteRange] = []
         for value, start in zip(values, start_offsets, strict=False):
             value.write(memory.numpy()[start:])
-            ranges.append(ByteRange(start, start + value.size, start + value.num_bytes))
-        return Message(slab, memory if is_new else None, ranges)
+            byte_ranges.append(ByteRange(start, start + value.pickle_offset, start + value.num_bytes))
+        return Message(slab, memory if is_new else None, byte_ranges)
 
     def _memory(self, slab: int, num_bytes: int) -> tuple[torch.Tensor, bool]:
         memory = self._slabs.get(slab)
@@ -88,7 +88,7 @@ class Inbox:
         self.messages: SimpleQueue[Message | Exception] = SimpleQueue()
         self._slabs: dict[int, npt.NDArray[np.uint8]] = {}
         self._slab, self._byte_ranges = np.empty(0, dtype=np.uint8), deque[ByteRange]()
-        self._pin = pin_memory
+        self._pin_memory = pin_memory
 
     def next_value(self, seconds: float) -> tuple[Any, bool]:
         """Return the next value, and True if no value of its slab is left, which may then be written again.
@@ -107,7 +107,7 @@ class Inbox:
                 self._slabs[message.slab_index] = message.memory.numpy()
             self._slab, self._byte_ranges = self._slabs[message.slab_index], deque(message.byte_ranges)
         start, pickle_start, stop = self._byte_ranges.popleft()
-        copied_bytes = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        copied_bytes = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory)
         copied_bytes.numpy()[:] = self._slab[start:pickle_start]  # faster than torch's `copy_`
         value = _Unpacker(self._slab[pickle_start:stop], copied_bytes).load()
         return value, not self._byte_ranges
@@ -118,7 +118,7 @@ def to_bytes(value: Any) -> PackedBytes:
     packed_value = PackedValue(value)
     packed_bytes = torch.empty(packed_value.num_bytes, dtype=torch.uint8, device="cpu")
     packed_value.write(packed_bytes.numpy())
-    return packed_bytes, packed_value.size
+    return packed_bytes, packed_value.pickle_offset
 
 
 def from_bytes(packed_bytes: torch.Tensor, pickle_start: int) -> Any:
@@ -130,21 +130,21 @@ class PackedValue(pickle.Pickler):
     """A value packed for transport: the bytes of dense CPU tensors and numeric arrays, then a pickle that refers to them.
 
     Attributes:
-        size: The number of bytes of the tensors and arrays; the pickle follows them.
+        pickle_offset: The number of bytes of the tensors and arrays, which the pickle follows.
         num_bytes: The number of bytes of both.
     """
 
     def __init__(self, value: Any) -> None:
         pickle_file = io.BytesIO()
         super().__init__(pickle_file, pickle.HIGHEST_PROTOCOL)
-        self.size = 0
+        self.pickle_offset = 0
         self._arrays: list[tuple[int, Any]] = []
         self.dump(value)
         self._pickle_bytes = np.frombuffer(pickle_file.getbuffer(), dtype=np.uint8)
-        self.num_bytes = self.size + self._pickle_bytes.size
+        self.num_bytes = self.pickle_offset + self._pickle_bytes.size
 
     def write(self, buffer: Any) -> None:
-        for offset, array in [*self._arrays, (self.size, self._pickle_bytes)]:
+        for offset, array in [*self._arrays, (self.pickle_offset, self._pickle_bytes)]:
             buffer[offset : offset + array.size] = array
 
     def persistent_id(self, obj: Any) -> _ArrayPlace | None:
@@ -158,9 +158,9 @@ class PackedValue(pickle.Pickler):
         return None
 
     def _add(self, array: Any) -> int:
-        offset = _round_up(self.size)
+        offset = _round_up_to_alignment(self.pickle_offset)
         self._arrays.append((offset, array))
-        self.size = offset + array.size
+        self.pickle_offset = offset + array.size
         return offset
 
 
@@ -178,5 +178,5 @@ class _Unpacker(pickle.Unpickler):
         return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _round_up(size: int) -> int:
+def _round_up_to_alignment(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

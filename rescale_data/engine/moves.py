@@ -85,7 +85,7 @@ def _begin_remainder(
 ) -> Cursor:
     """Return the cursor at the start of a remainder, in which `samples_left` samples of each shard are redistributed."""
     table[:, REMAINDER_COLUMN] = num_left
-    clock = cursor.clock_now(ends.layout).restarted(ends.layout.global_batch_size)
+    clock = cursor.clock_now(ends.layout).with_origin_now(ends.layout.global_batch_size)
     segment = _remainder_segment(ends, 0, num_left, drawn, is_known=is_known)
     return _moved_cursor(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
@@ -103,14 +103,14 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEndFinder) -> Cu
     ends.verify_epoch(cursor, remainder.samples_left - delivered)
     table = cursor.positions.copy()
     table[:, FIRST_SLOT:] = next_positions
-    table[:, SAMPLES] = remainder.start_samples + delivered
+    table[:, SAMPLES] = remainder.samples_at_start + delivered
     table[:, REMAINDER_COLUMN] = EPOCH_ENDED
     num_dropped = remainder.num_samples - int(delivered.sum())
-    _log_tail(cursor, ends, num_dropped, remainder.num_padded)
+    _log_tail(cursor, ends, num_dropped, remainder.num_padding_samples)
     clock = replace(
-        clock.restarted(layout.global_batch_size),
+        clock.with_origin_now(layout.global_batch_size),
         dropped_samples=clock.dropped_samples + num_dropped,
-        padded_samples=clock.padded_samples + remainder.num_padded,
+        padded_samples=clock.padded_samples + remainder.num_padding_samples,
     )
     return _moved_cursor(cursor, clock, table, ends)._replace(segment=None, epoch_ended=True)
 
@@ -156,8 +156,8 @@ def _segment(
     )
 
 
-def _log_tail(cursor: Cursor, ends: EpochEndFinder, num_dropped: int, num_padded: int) -> None:
-    if num_dropped or num_padded or cursor.empty_epochs:
+def _log_tail(cursor: Cursor, ends: EpochEndFinder, num_dropped: int, num_padding_samples: int) -> None:
+    if num_dropped or num_padding_samples or cursor.empty_epochs:
         # Too few samples, or a load changed the global batch
         log = ends.ranks.warn if cursor.empty_epochs else ends.ranks.info
         log(
@@ -165,7 +165,7 @@ def _log_tail(cursor: Cursor, ends: EpochEndFinder, num_dropped: int, num_padded
             cursor.clock.epoch,
             ends.layout.global_batch_size,
             num_dropped,
-            num_padded,
+            num_padding_samples,
         )
 
 

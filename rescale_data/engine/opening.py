@@ -40,14 +40,14 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
         feed = _reading_feed(setup, options, pin_memory=options.pins_batches)
     else:
         feed = _balanced_feed(setup, options.balance)
-    is_pool = isinstance(feed, WorkerFeed)
-    if options.pins_batches and not is_pool:
+    has_workers = isinstance(feed, WorkerFeed)
+    if options.pins_batches and not has_workers:
         feed = FunctionFeed(feed, pin)
     if options.transfer is not None:
         feed = with_transfer(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
-    if options.ahead and (options.transfer is not None or not is_pool):
-        one_step = setup.layout.gradient_accumulation_steps
-        feed = InThreadFeed(feed, options.ahead if options.balance is None else one_step)
+    if options.batches_ahead and (options.transfer is not None or not has_workers):
+        batches_per_step = setup.layout.gradient_accumulation_steps
+        feed = InThreadFeed(feed, options.batches_ahead if options.balance is None else batches_per_step)
     return Stream(setup, feed)
 
 
@@ -55,24 +55,24 @@ def _balanced_feed(setup: LoaderSetup, balance: Balance) -> BatchFeed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     options = setup.options
     feed = _reading_feed(setup, replace(options, collate_fn=keep_samples), pin_memory=False)
-    if options.ahead and not options.num_workers:
-        feed = InThreadFeed(feed, max(options.ahead, setup.layout.gradient_accumulation_steps))
+    if options.batches_ahead and not options.num_workers:
+        feed = InThreadFeed(feed, max(options.batches_ahead, setup.layout.gradient_accumulation_steps))
     return BalancedFeed(feed, setup, balance)
 
 
 def _reading_feed(setup: LoaderSetup, options: Options, *, pin_memory: bool) -> BatchFeed:
     if not options.num_workers:
         return InProcessFeed(setup.runner, options.collate_fn)
-    pool = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
+    worker_feed = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
 
     def draw_in_workers(table: Ints, histories: VersionLogs, shards: Sequence[int], num_samples: int) -> list[Any]:
-        work = LookAhead(setup.layout, 0, len(shards), histories=histories, shards=shards, num_samples=num_samples)
-        return pool.look_ahead(work, table)
+        lookahead = LookAhead(setup.layout, 0, len(shards), histories=histories, shards=shards, num_samples=num_samples)
+        return worker_feed.look_ahead(lookahead, table)
 
     setup.runner.draw_in_workers = draw_in_workers
-    if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
+    if worker_feed.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)
-    return pool
+    return worker_feed
 
 
 def continue_stream(stream: Stream, old: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
@@ -86,8 +86,8 @@ def continue_stream(stream: Stream, old: Stream, state: Mapping[str, Any] | None
         _require_reopenable(old, stream)
     load_state_dict(stream, state_dict(old.cursor, old.ends) if state is None else state, delivered)
     if state is None:  # keep whether the end of the epoch was seen here
-        is_seen = not (old.is_at_end_of_steps and old.epoch_ended)
-        stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, end_of_steps_seen=is_seen)
+        is_end_seen = not (old.is_at_end_of_steps and old.epoch_ended)
+        stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, end_of_steps_seen=is_end_seen)
     stream.last_batch_samples = old.last_batch_samples
 
 
@@ -105,9 +105,9 @@ def _require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
         )
     sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
     is_balanced = old_stream.setup.options.balance is not None or new_stream.setup.options.balance is not None
-    num_begun, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
-    if num_begun and (sizes != new_sizes or is_balanced):
+    num_taken, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
+    if num_taken and (sizes != new_sizes or is_balanced):
         raise ValueError(
-            f"reopen() within a step, with another global batch or micro batch: {num_begun} of its {per_step} micro batches "
-            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - num_begun} more."
+            f"reopen() within a step, with another global batch or micro batch: {num_taken} of its {per_step} micro batches "
+            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - num_taken} more."
         )

@@ -53,7 +53,7 @@ class Options:
         require_type((Balance, type(None)), "rd.Balance(cost=...), or leave it out", balance=self.balance)
         if self.tail not in ("drop", "pad"):
             raise ValueError(f"tail={self.tail!r}: give 'drop' or 'pad'.")
-        if self.ahead < (self.num_workers > 0):
+        if self.batches_ahead < (self.num_workers > 0):
             raise ValueError(
                 f"prefetch={self.prefetch}, num_workers={self.num_workers}: give the batches that a thread is to be ahead, 0 "
                 f"for no thread; with workers the messages that each of them may be ahead, at least 1."
@@ -66,7 +66,7 @@ class Options:
             )
 
     @property
-    def ahead(self) -> int:
+    def batches_ahead(self) -> int:
         """The number of batches that a thread may be ahead of training; with workers, the number of messages of each worker."""
         if self.prefetch is not None:
             return self.prefetch

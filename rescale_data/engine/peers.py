@@ -115,19 +115,19 @@ class CallsSharedWithPeers:
         texts, store = gather_texts(f"peers/{digest(self._members)}", self._members, self._timeout, message)
         messages = dict(zip(self._members, (text.split() for text in texts), strict=True))
         first_message = messages[self._members[0]]
-        for index, (name, mine) in enumerate(settings.items(), start=3):
+        for index, (name, own_setting) in enumerate(settings.items(), start=3):
             differing = [rank for rank, fields in messages.items() if fields[index] != first_message[index]]
             if differing:
                 raise ValueError(
                     f"The peers {self._members} of one dp rank built a loader with different {name}: rank {self._rank} has "
-                    f"{mine}, and the ranks {differing} another than rank {self._members[0]}. All of them need the same "
+                    f"{own_setting}, and the ranks {differing} another than rank {self._members[0]}. All of them need the same "
                     f"arguments."
                 )
         self._number = first_message[1]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, fields in messages.items() if fields[0] == "1"]
         self._attempt = max(int(fields[2]) for fields in messages.values())
         self._connections.renew(self._attempt)
-        with self._whole_message():
+        with self._message_guard():
             self._all_peers = self._connections.group(self._members, store, self._timeout)
             self._receivers = self._connections.group(receivers, store, self._timeout) if is_receiver else None
 
@@ -146,24 +146,24 @@ class CallsSharedWithPeers:
         return value
 
     def _send(self, kind: int, call_text: str, counts: tuple[int, ...], packed_value: PackedBytes) -> None:
-        value_bytes, start = packed_value
-        header = [kind, value_bytes.numel(), start, digest((self._number, call_text)), *counts]
-        with self._whole_message():
+        value_bytes, pickle_start = packed_value
+        header = [kind, value_bytes.numel(), pickle_start, digest((self._number, call_text)), *counts]
+        with self._message_guard():
             self._broadcast(self._all_peers, torch.tensor(header, device="cpu"))
             self._broadcast(self._all_peers if kind == RESULT else self._receivers, value_bytes)
 
     def _receive(self, call_text: str) -> Any:
         """Return the value of the first peer's next message, or raise its error; `None` for a batch that is not received."""
         header, value_bytes = torch.zeros(_HEADER_SIZE, dtype=torch.int64, device="cpu"), None
-        with self._whole_message():
+        with self._message_guard():
             self._broadcast(self._all_peers, header)
-            kind, num_bytes, start, call_digest, step, epoch, num_real, has_ended = header.tolist()
+            kind, num_bytes, pickle_start, call_digest, step, epoch, num_real, has_ended = header.tolist()
             group = self._all_peers if kind == RESULT else self._receivers
             if group is not None:
                 pins_memory = self._pins_batches and kind != RESULT
                 value_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pins_memory)
                 self._broadcast(group, value_bytes)
-        value: Any = None if value_bytes is None else from_bytes(value_bytes, start)
+        value: Any = None if value_bytes is None else from_bytes(value_bytes, pickle_start)
         if call_digest != digest((self._number, call_text)):
             raise RuntimeError(
                 f"This rank calls {call_text:.200} of a loader with peers=, the one that reads for it another method, with "
@@ -171,10 +171,10 @@ class CallsSharedWithPeers:
             )
         if kind != RESULT:
             counts = self.counts or BatchCounts()
-            num_left = counts.batches_left
-            num_left = num_left - 1 if kind == BATCH_MESSAGE and isinstance(num_left, int) else num_left
-            num_left = 0 if has_ended else num_left
-            self.counts = counts._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
+            remaining = counts.batches_left
+            remaining = remaining - 1 if kind == BATCH_MESSAGE and isinstance(remaining, int) else remaining
+            remaining = 0 if has_ended else remaining
+            self.counts = counts._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=remaining)
             return value
         self.counts, call_result, error = value
         if error is not None:
@@ -182,7 +182,7 @@ class CallsSharedWithPeers:
         return call_result
 
     @contextmanager
-    def _whole_message(self) -> Generator[None]:
+    def _message_guard(self) -> Generator[None]:
         """Context of one message. If it is cut, all loaders of these peers raise until they are built anew."""
         if self._connections.attempt != self._attempt:
             raise RuntimeError(self._connections.broken_reason)

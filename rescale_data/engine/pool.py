@@ -11,7 +11,7 @@ import torch
 from rescale_data.engine.feed import BatchFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
-from rescale_data.engine.processes import WorkerProcesses, WorkerRun, context_of, require_pickle
+from rescale_data.engine.processes import WorkerProcesses, WorkerRun, multiprocessing_context, require_pickle
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.segment import EpochSegment, LookAhead
@@ -36,10 +36,10 @@ class WorkerFeed(BatchFeed):
         self._worker = Worker(recipe, options)
         functions = {name: getattr(options, name) for name in ("collate_fn", "worker_init_fn")}
         require_pickle(self._worker, pipeline=recipe.pipeline, **functions)
-        self._context = context_of(options.multiprocessing_context)
+        self._context = multiprocessing_context(options.multiprocessing_context)
         self.uses_fork = self._context.get_start_method() == "fork"
-        self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
-        self._pin, self._timeout = pin_memory, options.timeout
+        self._num_workers, self._num_slabs = options.num_workers, options.batches_ahead + 1
+        self._pin_memory, self._timeout = pin_memory, options.timeout
         self._processes: WorkerProcesses | None = None
         self._num_starts = self._num_begin_commands = self._num_taken_batches = 0
         self._worker_run: WorkerRun | None = None
@@ -48,7 +48,7 @@ class WorkerFeed(BatchFeed):
     def begin(self, segment: EpochSegment, table: Ints, first_batch: int) -> None:
         self._num_begin_commands += 1
         begin = BeginCommand(self._num_begin_commands, segment, first_batch, self._num_slabs, table)
-        run, self._num_taken_batches = WorkerRun(begin, self._num_workers, pin_memory=self._pin), 0
+        run, self._num_taken_batches = WorkerRun(begin, self._num_workers, pin_memory=self._pin_memory), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_batch
         if self._processes is not None and self._processes.failure is not None:
             self.close()
@@ -67,14 +67,14 @@ class WorkerFeed(BatchFeed):
         run, self._worker_run = self._worker_run, None  # after an error or Ctrl-C, `begin` has to be called
         worker = self._num_taken_batches % self._num_workers
         try:
-            value, frees_slab = run.inboxes[worker].next_value(self._timeout)
+            value, is_slab_free = run.inboxes[worker].next_value(self._timeout)
         except Empty:
             self._end_processes(0)
             raise TimeoutError(
                 f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
                 f"look for what the pipeline waits for."
             ) from None
-        if frees_slab:
+        if is_slab_free:
             self._processes.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value

@@ -45,11 +45,11 @@ class WorkerRun:
     """
 
     def __init__(self, begin: BeginCommand | None, num_workers: int, *, pin_memory: bool = False) -> None:
-        self.begin_number = -1 if begin is None else begin.command_id
+        self.command_id = -1 if begin is None else begin.command_id
         self.packed_command = None
         if begin is not None:
-            packed_begin, start = to_bytes(begin)
-            self.packed_command = packed_begin.share_memory_(), start
+            packed_bytes, start = to_bytes(begin)
+            self.packed_command = packed_bytes.share_memory_(), start
         self.inboxes = [Inbox(pin_memory) for _ in range(num_workers)]
 
 
@@ -75,7 +75,7 @@ class WorkerProcesses:
         self._processes: list[Any] = []
         self._started_flag = WaitableFlag()
         args = context, worker, seed
-        self._thread = threading.Thread(target=self._run, args=args, daemon=True, name="rescale_data-workers")
+        self._thread = threading.Thread(target=self._run_thread, args=args, daemon=True, name="rescale_data-workers")
 
     def wait_started(self) -> None:
         """Start the workers unless they were started before, and wait for them, or raise the error of their start.
@@ -95,7 +95,7 @@ class WorkerProcesses:
                 f"The worker processes are those of process {self._trainer_pid}, of which this one is a fork. Make another "
                 f"loader here, and load the state into it."
             )
-        self.status.wanted_command_id = run.begin_number
+        self.status.wanted_command_id = run.command_id
         self._worker_run = run
         self._send_failure()
         self._wake_writer.send_bytes(b".")
@@ -120,7 +120,7 @@ class WorkerProcesses:
 
     # The thread
 
-    def _run(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
+    def _run_thread(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
         """Start the workers, and communicate with them; in the main thread Ctrl-C within a start breaks the fork server."""
         try:
             self._start_processes(context, worker, seed)
@@ -137,14 +137,14 @@ class WorkerProcesses:
         for index in range(self._num_workers):
             if self.status.wanted_command_id < 0:  # `end` was called
                 break
-            trainer_end, worker_end = context.Pipe()
-            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.status, [*seed, index])
+            trainer_pipe, worker_pipe = context.Pipe()
+            args = (index, self._num_workers, worker_pipe, self.free_slabs[index], self.status, [*seed, index])
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                 target=worker.run, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
             process.start()
-            worker_end.close()
-            self._pipes.append(trainer_end)
+            worker_pipe.close()
+            self._pipes.append(trainer_pipe)
             self._processes.append(process)
         share_budget_with(id(self), self._num_workers)
 
@@ -185,13 +185,13 @@ class WorkerProcesses:
         except (EOFError, OSError):
             return False
         try:
-            run_number, message = pickle.loads(message_bytes)
+            command_id, message = pickle.loads(message_bytes)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
             self._report_dead_worker(worker_index, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
             idle_workers.add(worker_index)
-        elif self._worker_run is not None and run_number == self._worker_run.begin_number:
+        elif self._worker_run is not None and command_id == self._worker_run.command_id:
             self._worker_run.inboxes[worker_index].messages.put(message)
         return True
 
@@ -212,11 +212,11 @@ class WorkerProcesses:
 # Before they start
 
 
-def context_of(argument: str | BaseContext) -> BaseContext:
+def multiprocessing_context(argument: str | BaseContext) -> BaseContext:
     """Return the multiprocessing context for the start method or the context that the user gave."""
-    methods = multiprocessing.get_all_start_methods()
-    if argument not in methods and not isinstance(argument, BaseContext):
-        raise ValueError(f"multiprocessing_context={argument!r}: give one of {methods}, or a multiprocessing context.")
+    allowed = multiprocessing.get_all_start_methods()
+    if argument not in allowed and not isinstance(argument, BaseContext):
+        raise ValueError(f"multiprocessing_context={argument!r}: give one of {allowed}, or a multiprocessing context.")
     if argument == "forkserver":
         used_modules = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
         multiprocessing.set_forkserver_preload([*PRELOADED, *used_modules, "__main__"])  # no effect if the server runs

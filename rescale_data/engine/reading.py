@@ -25,12 +25,12 @@ from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict, mark_unsavable, state_and_unsavable_reason
 from rescale_data.engine.stream import Stream, stream_of
-from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe, frames, outer_frames, waits_for_batches
+from rescale_data.engine.watch import SLOW_SECONDS, Watchdog, describe, outer_frames, stacks, waits_for_batches
 from rescale_data.errors import checks_argument_types
 
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
-_GROUP_CHECK_BATCHES = 16
+_BATCHES_PER_GROUP_CHECK = 16
 """The number of batches after which an iterator asks again if there is a process group younger than its loader."""
 _NUM_RECENT_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
@@ -50,14 +50,14 @@ class BaseLoader:
     """Reads a stream: the base class of `DataLoader`, with all methods that do not depend on its arguments.
 
     Args:
-        shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
+        peer_calls: Makes each call together with the peers of this process, of which the first one alone has a stream.
     """
 
-    def __init__(self, shared: CallsSharedWithPeers | None) -> None:
+    def __init__(self, peer_calls: CallsSharedWithPeers | None) -> None:
         self._own_stream: Stream | None = None  # the subclass opens it; peers of the process that reads have none
-        self._peer_calls = shared
+        self._peer_calls = peer_calls
         self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
-        self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
+        self._last_taker = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._recent_wait_seconds: deque[float] = deque(maxlen=_NUM_RECENT_WAITS)
         # An unreferenced loader is freed at once, with its workers
@@ -107,12 +107,12 @@ class BaseLoader:
 
     def __len__(self) -> int:
         """Return the number of micro batches in the whole epoch; ``TypeError`` if it has no end, or only reading finds it."""
-        return _require_number(self._counts.num_batches)
+        return _require_count(self._counts.num_batches)
 
     @property
     def batches_left(self) -> int:
         """The number of micro batches until the iterator ends, 0 after the last one; ``TypeError`` as for `len`."""
-        return _require_number(self._counts.batches_left)
+        return _require_count(self._counts.batches_left)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -228,8 +228,8 @@ class BaseLoader:
         Returns:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
-        stats, ranks = self.progress(), self._stream.ranks
-        values = ranks.gather_floats([stats[name] for name in COUNTER_NAMES])
+        counters, ranks = self.progress(), self._stream.ranks
+        values = ranks.gather_floats([counters[name] for name in COUNTER_NAMES])
         return report_over_ranks(values, ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
@@ -315,8 +315,8 @@ class BaseLoader:
 
     def _warn_of_other_thread(self) -> None:
         """Warn if another thread takes the batches: a checkpoint would lose the batches that it has queued."""
-        iterator_number, thread = self._last_taken
-        if iterator_number == self._num_iterators and thread != threading.get_ident():
+        iterator_number, thread_id = self._last_taker
+        if iterator_number == self._num_iterators and thread_id != threading.get_ident():
             _logger.warning(
                 "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
                 "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
@@ -324,17 +324,17 @@ class BaseLoader:
                 "num_workers= or prefetch=, and transfer= to devices."
             )
 
-    def _take_batch(self, batches: BatchIterator) -> Any:
-        if batches.number != self._num_iterators:
+    def _take_batch(self, iterator: BatchIterator) -> Any:
+        if iterator.number != self._num_iterators:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         stream = self._own_stream
-        if stream is None or batches.number != self._last_taken[0] or not stream.cursor.u % _GROUP_CHECK_BATCHES:
+        if stream is None or iterator.number != self._last_taker[0] or not stream.cursor.u % _BATCHES_PER_GROUP_CHECK:
             stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
         if stream.epoch != self._iterator_epoch:
             raise StopIteration
-        thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
+        thread_id, watch, start_time = threading.get_ident(), self._watch, time.perf_counter()
         # Of two threads here, the second one sees a time, or the frame of the first one
         if watch.start_time is not None and self._has_other_call_of_next():
             raise RuntimeError(
@@ -342,13 +342,13 @@ class BaseLoader:
                 "Let one thread take them and fill a queue for the others, or hold a lock around next(); num_workers= makes "
                 "batches in parallel."
             )
-        watch.thread_id = thread
-        watch.start_time = started
+        watch.thread_id = thread_id
+        watch.start_time = start_time
         try:
             if not watch.is_running:
                 watch.start()
             micro_batch = stream.take()
-            self._last_taken = (batches.number, thread)
+            self._last_taker = (iterator.number, thread_id)
             stream.last_batch_samples = micro_batch.num_real
             return micro_batch.batch
         except StopIteration:
@@ -356,17 +356,17 @@ class BaseLoader:
             raise
         finally:
             watch.start_time = None
-            waited = time.perf_counter() - started
-            self._wait_seconds += waited
-            self._recent_wait_seconds.append(waited)
+            wait_seconds = time.perf_counter() - start_time
+            self._wait_seconds += wait_seconds
+            self._recent_wait_seconds.append(wait_seconds)
 
     _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
 
     def _has_other_call_of_next(self) -> bool:
         """True if some thread is within `_take_batch`, apart from the present call; Ctrl-C may leave a time without one."""
-        code = BaseLoader._take_batch.__code__
-        calls = [frame for stack in map(outer_frames, frames().values()) for frame in stack if frame.f_code is code]
-        return sum(call.f_locals.get("self") is self for call in calls) > 1
+        own_code = BaseLoader._take_batch.__code__
+        calls = [frame for stack in map(outer_frames, stacks().values()) for frame in stack if frame.f_code is own_code]
+        return sum(method_frame.f_locals.get("self") is self for method_frame in calls) > 1
 
 
 @on_first_peer(RESULT)
@@ -375,7 +375,7 @@ def call_with_stream(loader: BaseLoader, function: Callable[[Stream], R]) -> R:
     return function(stream_of(loader))
 
 
-def _require_number(number: int | str) -> int:
+def _require_count(number: int | str) -> int:
     """Return a count of batches; raise ``TypeError`` with the reason, a text, if it is not known."""
     if isinstance(number, str):
         raise TypeError(number)

@@ -67,11 +67,11 @@ def _require_unique_nodes(root: Node[Any]) -> None:
     for path, node in root.walk():
         first_path = paths.setdefault(id(node), path)
         if node in _built_nodes:
-            owner = (
+            reuse = (
                 f"stands at {path_name(first_path)}, too" if first_path is not path else "an earlier call had returned"
             )
             raise ValueError(
-                f"The pipeline has a {type(node).__name__} ({path_name(path)}) that {owner}, and a node has one position. Make "
+                f"The pipeline has a {type(node).__name__} ({path_name(path)}) that {reuse}, and a node has one position. Make "
                 f"one for each place, anew in each call and without a cache: rd.Reader(source, shard); sources may be shared."
             )
         _built_nodes.add(node)

@@ -36,15 +36,15 @@ class Report(dict[str, RankSpread]):
         )
 
 
-def report_over_ranks(values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
+def report_over_ranks(counters_by_rank: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
     """Return the `Report` computed from the values of all ranks.
 
     Args:
-        values: ``float64[W, len(COUNTER_NAMES)]``.
+        counters_by_rank: ``float64[W, len(COUNTER_NAMES)]``.
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
     rank_spreads = Report()
-    for name, rank_values in zip(COUNTER_NAMES, values.T, strict=True):
+    for name, rank_values in zip(COUNTER_NAMES, counters_by_rank.T, strict=True):
         worst = rank_values.argmin() if name == READY_COUNTER else rank_values.argmax()
         rank_spreads[name] = RankSpread(
             float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)

@@ -49,9 +49,9 @@ class ShardRunner:
         self._built_nodes: dict[int, Node[Any]] = {}
         self._active_nodes: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns = columns_of(schema.root)
-        self._write_ready = schema.root.write_many if isinstance(schema.root, WritesManySamples) else _write_no_rows
+        self._write_many = schema.root.write_many if isinstance(schema.root, WritesManySamples) else _write_no_rows
         self._sample_counts = self.table[:, SAMPLES]  # a view
-        self._same_shards_batches: dict[int, _SameShardsBatch] = {}  # for shards that come again
+        self._cached_batches: dict[int, _CachedBatch] = {}  # for shards that come again
 
     def load(self, table: Ints, histories: VersionLogs) -> None:
         """Set all positions to the ones in a table; later samples are drawn from there.
@@ -62,9 +62,9 @@ class ShardRunner:
         """
         if histories != self._histories:
             self._histories, self._built_nodes = histories, {}
-            self.schema.adopt(histories)
+            self.schema.use_histories(histories)
         self.table[:], self.is_serving = table, False
-        self._active_nodes, self._same_shards_batches = [None] * len(table), {}
+        self._active_nodes, self._cached_batches = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
@@ -83,14 +83,14 @@ class ShardRunner:
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        same_shards_batch = self._same_shards_batches.get(id(batch_shards))
-        if same_shards_batch is not None and collate is None:
-            batch = self._write(same_shards_batch.nodes, batch_shards.shards)
-            same_shards_batch.samples_not_counted_yet += same_shards_batch.samples_per_table_row
+        cached_batch = self._cached_batches.get(id(batch_shards))
+        if cached_batch is not None and collate is None:
+            batch = self._write_batch(cached_batch.nodes, batch_shards.shards)
+            cached_batch.samples_not_counted_yet += cached_batch.samples_per_table_row
             # `tuple.__new__` takes half the time of a call of the class: together 2 % of a packed batch
-            values = same_shards_batch.table_rows.copy()
-            rows = tuple.__new__(TableUpdate, (batch_shards.index, values, same_shards_batch.samples_not_counted_yet))
-            return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(same_shards_batch.nodes)))
+            row_values = cached_batch.table_rows.copy()
+            rows = tuple.__new__(TableUpdate, (batch_shards.rows, row_values, cached_batch.samples_not_counted_yet))
+            return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(cached_batch.nodes)))
         if batch_shards.sample_numbers is not None:  # `_sample_at` counts each sample
             samples = [
                 self._sample_at(*draw)
@@ -99,14 +99,14 @@ class ShardRunner:
             return self._as_micro_batch((collate or stack)(samples), batch_shards)
         if collate is None and self._columns:
             nodes = [self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards]
-            batch = self._write(nodes, batch_shards.shards)
-            if isinstance(batch_shards.shard_samples, int):
-                self._same_shards_batches[id(batch_shards)] = _SameShardsBatch(
-                    batch_shards, nodes, self.table[batch_shards.index], batch_shards.shard_samples
+            batch = self._write_batch(nodes, batch_shards.shards)
+            if isinstance(batch_shards.samples_per_shard, int):
+                self._cached_batches[id(batch_shards)] = _CachedBatch(
+                    batch_shards, nodes, self.table[batch_shards.rows], batch_shards.samples_per_shard
                 )
         else:
-            batch = (collate or stack)([self._draw(shard) for shard in batch_shards.shards])
-        self._sample_counts[batch_shards.index] += batch_shards.shard_samples
+            batch = (collate or stack)([self._draw_sample(shard) for shard in batch_shards.shards])
+        self._sample_counts[batch_shards.rows] += batch_shards.samples_per_shard
         return self._as_micro_batch(batch, batch_shards)
 
     def make_origin_batch(self, batch_shards: BatchShards, shards: Container[int]) -> MicroBatch:
@@ -123,7 +123,7 @@ class ShardRunner:
             if batch_shards.sample_numbers is not None:
                 self.skip(shard, batch_shards.sample_numbers[sample_index] - int(self._sample_counts[shard]))
             if shard in shards:
-                sample_lines[sample_index] = _origin_lines(self._draw(shard), self._active_nodes[shard])
+                sample_lines[sample_index] = _origin_lines(self._draw_sample(shard), self._active_nodes[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
@@ -137,16 +137,16 @@ class ShardRunner:
             node = self._active_nodes[shard]
             if node is None:
                 node = self._activate_node(shard)
-            if epoch_end(node, self._slots(shard)[None], np.array([shard])) is None:
+            if epoch_end(node, self._pipeline_slots(shard)[None], np.array([shard])) is None:
                 num_samples -= skip_ahead(node, num_samples)
                 if num_samples:
-                    self._draw(shard)
+                    self._draw_sample(shard)
                     num_samples -= 1
                 continue
             num_samples -= skip(node, num_samples)
             if num_samples:
                 self._active_nodes[shard] = None
-                num_samples -= skip_epochs(node, self._slots(shard), shard, num_samples)
+                num_samples -= skip_epochs(node, self._pipeline_slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
         """Draw up to `num_samples` samples of a shard to find the end of its epoch; call `load` before serving the shard again.
@@ -156,9 +156,9 @@ class ShardRunner:
         """
         for num_drawn in range(num_samples):
             try:
-                self._draw(shard)
+                self._draw_sample(shard)
             except NoSamplesLeft:
-                return num_drawn, self._slots(shard).copy()
+                return num_drawn, self._pipeline_slots(shard).copy()
         return num_samples, None
 
     def look_ahead_in(self, shards: Sequence[int], num_samples: int) -> list[tuple[int, Ints | None]]:
@@ -177,7 +177,7 @@ class ShardRunner:
         Any other source compares the rows up to its position.
         """
         node = self._build(shard)
-        node.bind(self._slots(shard).copy().data)
+        node.bind(self._pipeline_slots(shard).copy().data)
         difference = "fewer"
         if skip(node, samples_left) == samples_left:
             difference = "" if next(node, self) is self else "more"
@@ -191,27 +191,27 @@ class ShardRunner:
             if isinstance(inner_node, VerifiesRows):
                 inner_node.verify()
 
-    def _slots(self, shard: int) -> Ints:
+    def _pipeline_slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 
     def _as_micro_batch(self, batch: Any, batch_shards: BatchShards) -> MicroBatch:
         num_real = len(batch_shards.shards) if batch_shards.num_real < 0 else batch_shards.num_real
         return MicroBatch(
-            batch, TableUpdate(batch_shards.index, self.table[batch_shards.index].copy()), batch_shards.shards, num_real
+            batch, TableUpdate(batch_shards.rows, self.table[batch_shards.rows].copy()), batch_shards.shards, num_real
         )
 
-    def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
+    def _write_batch(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         buffer = BatchBuffer(self._columns, len(shards))
         buffer_row = 0
-        while (buffer_row := self._write_ready(nodes, buffer, buffer_row)) < len(shards):
-            self._draw(shards[buffer_row], buffer, buffer_row)
+        while (buffer_row := self._write_many(nodes, buffer, buffer_row)) < len(shards):
+            self._draw_sample(shards[buffer_row], buffer, buffer_row)
             buffer_row += 1
         return buffer.batch()
 
-    def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
+    def _draw_sample(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
-        num_ends = 0  # of epochs
-        while num_ends <= MAX_EMPTY_EPOCHS:
+        num_epoch_ends = 0
+        while num_epoch_ends <= MAX_EMPTY_EPOCHS:
             node: Any = self._active_nodes[shard]
             if node is None:
                 node = self._activate_node(shard)
@@ -220,7 +220,7 @@ class ShardRunner:
             except StopIteration:
                 if not self._recipe.repeat:
                     raise NoSamplesLeft from None
-                self._active_nodes[shard], num_ends = None, num_ends + 1  # its row begins the next epoch
+                self._active_nodes[shard], num_epoch_ends = None, num_epoch_ends + 1  # its row begins the next epoch
             except Exception as error:
                 self._built_nodes.pop(shard, None)  # a torchdata node may stay broken
                 error.add_note(f"in the pipeline of logical shard {shard}")
@@ -236,7 +236,7 @@ class ShardRunner:
         if not is_real:
             return self._first_sample(shard)
         self.skip(shard, number - int(self.table[shard, SAMPLES]))
-        sample = self._draw(shard)
+        sample = self._draw_sample(shard)
         self.table[shard, SAMPLES] += 1
         return sample
 
@@ -270,9 +270,9 @@ class ShardRunner:
                 )
             share_memory_with(node, next(iter(self._built_nodes.values())))
         if type(node) is not type(self.schema.root):
-            self._write_ready = _write_no_rows
+            self._write_many = _write_no_rows
         try:
-            node.bind(self._slots(shard).data)
+            node.bind(self._pipeline_slots(shard).data)
         except BaseException:
             del self._built_nodes[shard]
             raise
@@ -281,7 +281,7 @@ class ShardRunner:
 
 
 @dataclass(slots=True)
-class _SameShardsBatch:
+class _CachedBatch:
     """The nodes and the table rows of one micro batch, kept because later micro batches have the same shards.
 
     Args:

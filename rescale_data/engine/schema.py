@@ -25,9 +25,9 @@ NodeParameters: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
-    provides = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
-    if len(set(provides.values())) > 1:
-        providing, lacking = ([path for path, gives in provides.items() if gives is flag] for flag in (True, False))
+    has_origin = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
+    if len(set(has_origin.values())) > 1:
+        providing, lacking = ([path for path, gives in has_origin.items() if gives is flag] for flag in (True, False))
         raise ValueError(
             f"The rows of {providing} come with their provenance, those of {lacking} do not. Give provenance=True to every "
             f"rd.Reader of the pipeline, or to none."
@@ -75,8 +75,8 @@ class Schema:
     def require_same_state(self, node: Node[Any], shard: int) -> None:
         """Raise ``TypeError`` if the pipeline of a shard begins in another state, or as `require_same_fields` does."""
         self.require_same_fields(node, shard)
-        first_values, shard_values = (flatten(state_of(root.fields, initial(root))) for root in (self.root, node))
-        for (path, first_value), (_, value) in zip(first_values, shard_values, strict=True):
+        first_shard_leaves, leaves = (flatten(state_of(root.fields, initial(root))) for root in (self.root, node))
+        for (path, first_value), (_, value) in zip(first_shard_leaves, leaves, strict=True):
             if encode(field_of(path, first_value), first_value) != encode(field_of(path, value), value):
                 raise TypeError(
                     f"The state {'.'.join(path)!r} begins as {value} in logical shard {shard} and as {first_value} in shard "
@@ -104,9 +104,9 @@ class Schema:
 
     def samples_per_epoch(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
-        beginning_table, columns = table.copy(), self.position_in_epoch_columns
-        beginning_table[:, columns] = self.fresh_table(len(table))[:, columns]
-        end_of_epoch = self.epoch_end(beginning_table)
+        epoch_start_table, columns = table.copy(), self.position_in_epoch_columns
+        epoch_start_table[:, columns] = self.fresh_table(len(table))[:, columns]
+        end_of_epoch = self.epoch_end(epoch_start_table)
         return None if end_of_epoch is None else int(end_of_epoch[0].sum())
 
     def sources(self) -> dict[str, BaseSource]:
@@ -123,8 +123,8 @@ class Schema:
             for key, value in node.progress(positions, shards, owned_table[:, SAMPLES]).items():
                 if node.reads is not None and node.reads.name in shared_names and key.endswith(f"/{node.reads.name}"):
                     key += f" ({path_name(path)})"
-                merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
-                counters[key] = merge(counters[key], float(value)) if key in counters else float(value)
+                reduce = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
+                counters[key] = reduce(counters[key], float(value)) if key in counters else float(value)
         return counters
 
     def _shared_source_names(self) -> set[str]:
@@ -132,7 +132,7 @@ class Schema:
         by_name: dict[str, BaseSource] = {}
         return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
 
-    def adopt(self, histories: VersionLogs) -> None:
+    def use_histories(self, histories: VersionLogs) -> None:
         """Set the manifests of the sources and the earlier sample formats that hold from now on."""
         if histories != self.histories:
             for name in ("sources_json", "pipeline_json"):
@@ -171,7 +171,7 @@ class Schema:
 
     @cached_property
     def pipeline_json(self) -> str:
-        parameters_by_path = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+        parameters_by_path = {path_name(path): _checked_parameters(path, node) for path, node in self.root.walk()}
         for path, node in self.root.walk():
             if node.reads is None and (earlier_formats := self.histories.get(path_name(path))):
                 parameters_by_path[path_name(path)][EARLIER_PARAMETERS_KEY] = earlier_formats
@@ -201,7 +201,7 @@ def _field_formats(node: Node[Any]) -> dict[str, str]:
     return {field.key: "{dtype}{shape}".format(**field.describe()) for field in node.fields}
 
 
-def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
+def _checked_parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
     parameters = {"node": type(node).__name__, **node.parameters()}
     try:
         to_json(parameters)

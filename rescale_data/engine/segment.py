@@ -63,12 +63,12 @@ class EpochSegment:
         workers = self.layout.workers_per_rank
         if self.remainder is None:
             return self.layout.served_shards(self.rank, u % workers)
-        upcoming = range(u, min(u + _LOOKAHEAD_BATCHES * workers, self.remainder.num_micro_batches), workers)
+        upcoming_batches = range(u, min(u + _LOOKAHEAD_BATCHES * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
             np.concatenate(
                 [
-                    np.arange(len(self.remainder.samples_left))[self.remainder.batch_shards(self.rank, n).index]
-                    for n in upcoming
+                    np.arange(len(self.remainder.samples_left))[self.remainder.batch_shards(self.rank, n).rows]
+                    for n in upcoming_batches
                 ]
             )
         )
@@ -84,8 +84,8 @@ class EpochSegment:
     @property
     def is_last(self) -> bool:
         """True if the epoch ends with this segment: it is a remainder, and no other round follows."""
-        is_known = self.samples_left is not None
-        return self.remainder is not None and (is_known or self.remainder.num_samples < self.layout.global_batch_size)
+        is_sized = self.samples_left is not None
+        return self.remainder is not None and (is_sized or self.remainder.num_samples < self.layout.global_batch_size)
 
     def samples_delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""

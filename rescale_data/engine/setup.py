@@ -25,7 +25,7 @@ from rescale_data.sources.decoded.interest import warn_if_thrashing
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
-_FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
+_MIN_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
 _warned: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -61,7 +61,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     """Return the setup of a loader, with defaults; raise if the loader cannot run (collective with a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
-    _require_ranks(options.balance, ranks)
+    _require_reachable_ranks(options.balance, ranks)
     layout = Layout(
         num_logical_shards=_num_logical_shards(options, ranks),
         global_batch_size=o,
@@ -74,7 +74,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     _check_memory(schema, layout)
     setup = LoaderSetup(options, recipe, schema, layout, ranks, ShardRunner(recipe, schema))
     _check_epoch(setup)
-    _check_steps(setup)
+    _check_steps_per_epoch(setup)
     _check_sources(setup)
     _check_shards(setup)
     _warn_if_rows_unverified(setup)
@@ -87,7 +87,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
             **{name: getattr(options, name) for name in compared_options},
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
-            "balance": None if options.balance is None else options.balance.described(),
+            "balance": None if options.balance is None else options.balance.comparable_settings(),
             # If it is not known, ranks agree on the epoch's end by messages.
             "epoch_size_is_known": setup.recipe.repeat or setup.epoch_size_is_known,
         }
@@ -104,7 +104,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     return replace(setup, ranks=ranks)
 
 
-def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
+def _require_reachable_ranks(balance: Balance | None, ranks: Ranks) -> None:
     """Raise ``ValueError`` if balanced steps need other ranks, but there is no process group to reach them."""
     if balance is not None and ranks.simulated and (balance.over != "rank" or balance.weight is not None):
         raise ValueError(
@@ -113,7 +113,7 @@ def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
         )
 
 
-def _check_steps(setup: LoaderSetup) -> None:
+def _check_steps_per_epoch(setup: LoaderSetup) -> None:
     """Raise ``ValueError`` if `steps_per_epoch` is out of range, or if the pipeline itself knows the size of its epoch."""
     steps_per_epoch = setup.options.steps_per_epoch
     if steps_per_epoch is None:
@@ -187,8 +187,8 @@ def _check_epoch(setup: LoaderSetup) -> None:
 
 def _warn_if_rows_unverified(setup: LoaderSetup) -> None:
     """Warn if `verify` cannot prove an epoch, because some rows are not read by a `Reader`."""
-    leaves = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
-    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, VerifiesRows)]
+    leaf_nodes = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
+    unproved = [path_name(path) for path, node in leaf_nodes.items() if not isinstance(node, VerifiesRows)]
     if setup.recipe.verify and unproved:
         setup.ranks.warn(
             "verify=True proves nothing of the rows of %s: only an rd.Reader keeps a digest of what it reads.", unproved
@@ -199,13 +199,13 @@ def _check_sources(setup: LoaderSetup) -> None:
     """Warn if sources are small, or if the cache is too small for what shards read in turn and for samples that nodes keep."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
-    _warn_if_small(readers)
+    _warn_of_small_sources(readers)
     num_owned = len(layout.owned_shards(setup.ranks.rank))
     sources_in_global_batch_order = [reader.source for reader in readers if reader.rows.global_batch_order]
     # shards that read a source in step all read the same fragment at the same time
     other_sources = {id(source): source for source in sources.values() if source not in sources_in_global_batch_order}
-    plan_memory = sum(reader.rows.plan_bytes for reader in readers)
-    warn_if_thrashing(other_sources.values(), num_owned, plan_memory, num_workers=layout.num_workers)
+    plan_bytes = sum(reader.rows.plan_bytes for reader in readers)
+    warn_if_thrashing(other_sources.values(), num_owned, plan_bytes, num_workers=layout.num_workers)
     for source in sources.values():
         if isinstance(source, Source) and source.fragment_bytes:
             cache().register(source)  # as its first read would
@@ -237,7 +237,7 @@ def _check_shards(setup: LoaderSetup) -> None:
         )
 
 
-def _warn_if_small(readers: Iterable[Reader]) -> None:
+def _warn_of_small_sources(readers: Iterable[Reader]) -> None:
     """Warn once about all sources that are small for N: a logical shard has few of their rows, or none in most epochs."""
     small = [node for node in readers if node.shard.repeat and _is_small(node) and owner_id(node.source) not in _warned]
     if not small:
@@ -256,4 +256,4 @@ def _warn_if_small(readers: Iterable[Reader]) -> None:
 
 def _is_small(reader: Reader) -> bool:
     num_rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
-    return num_rows < (_EVEN_ROWS if num_rows % num_shards else _FEW_ROWS) * num_shards
+    return num_rows < (_EVEN_ROWS if num_rows % num_shards else _MIN_ROWS) * num_shards

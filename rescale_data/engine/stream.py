@@ -46,10 +46,10 @@ class MicroBatchQueue:
         first_batch: The number of the first micro batch that the feed makes.
     """
 
-    __slots__ = ("is_exhausted", "micro_batches", "next", "segment")
+    __slots__ = ("is_exhausted", "micro_batches", "next_batch", "segment")
 
     def __init__(self, segment: EpochSegment | None = None, first_batch: int = 0) -> None:
-        self.segment, self.next, self.is_exhausted = segment, first_batch, False
+        self.segment, self.next_batch, self.is_exhausted = segment, first_batch, False
         self.micro_batches: dict[int, MicroBatch] = {}
 
 
@@ -203,7 +203,7 @@ class Stream:
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data files as they are now."""
         self.rewind()
-        self.schema.adopt({})
+        self.schema.use_histories({})
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock(), resumed=False)
 
     def load(self, table: Ints, clock: Clock, *, resumed: bool = True) -> None:
@@ -237,7 +237,7 @@ class Stream:
     def rewind(self, *, wait: bool = True) -> None:
         """Drop micro batches that were made but not consumed; make no more until the next one is requested."""
         self._queue = MicroBatchQueue()
-        self._failure: BaseException | None = None
+        self._deferred_error: BaseException | None = None
         self.feed.stop(wait=wait)
 
     # Finding the segment
@@ -249,13 +249,13 @@ class Stream:
             return segment
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self._deferred_error is not None:
+            failure, self._deferred_error = self._deferred_error, None
             raise failure
         if self.cursor.segment is None and not self.cursor.epoch_ended:
             self.cursor = self._move_to_next_segment(self.cursor)
         self.cursor = self._enter_segment(self.cursor)
-        self.cursor = self._at_epoch_end(self.cursor)
+        self.cursor = self._end_epoch_if_over(self.cursor)
         return self.cursor.segment
 
     def _enter_segment(self, cursor: Cursor) -> Cursor:
@@ -267,7 +267,7 @@ class Stream:
             cursor = self._move_to_next_segment(current)
         return cursor
 
-    def _at_epoch_end(self, cursor: Cursor) -> Cursor:
+    def _end_epoch_if_over(self, cursor: Cursor) -> Cursor:
         """Return the cursor moved to the end of the epoch if the last micro batch of the epoch was consumed, else unchanged."""
         if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
             return cursor
@@ -296,9 +296,9 @@ class Stream:
             try:
                 cursor = self._enter_segment(cursor)
             except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
-                self._failure = error
+                self._deferred_error = error
             else:
-                cursor = self._at_epoch_end(cursor)
+                cursor = self._end_epoch_if_over(cursor)
         self.cursor = cursor
         queue.micro_batches.pop(u, None)
         if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_prefetching:
@@ -340,14 +340,14 @@ class Stream:
                 f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
             )
-        if queue.segment is not segment or (cursor.u != queue.next and cursor.u not in queue.micro_batches):
+        if queue.segment is not segment or (cursor.u != queue.next_batch and cursor.u not in queue.micro_batches):
             self._queue, self._pid = MicroBatchQueue(), os.getpid()
             self.feed.begin(segment, cursor.copy().table, cursor.u)
             queue = self._queue = MicroBatchQueue(segment, cursor.u)
-        while queue.next < stop and not queue.is_exhausted:
+        while queue.next_batch < stop and not queue.is_exhausted:
             try:
-                queue.micro_batches[queue.next] = self.feed.next()
-                queue.next += 1
+                queue.micro_batches[queue.next_batch] = self.feed.next()
+                queue.next_batch += 1
             except NoSamplesLeft:
                 queue.is_exhausted = True
             except BaseException as error:
@@ -356,7 +356,7 @@ class Stream:
                 if isinstance(error, StopIteration):
                     raise RuntimeError(STOP_ITERATION_MESSAGE) from error
                 raise
-        return queue.next
+        return queue.next_batch
 
     def close(self) -> None:
         """Close the feed; the position in the run does not change."""

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 T = TypeVar("T")
-_SECONDS_AT_EXIT = 5.0
+_EXIT_WAIT_SECONDS = 5.0
 
 
 class WaitableFlag:
@@ -70,11 +70,11 @@ class WorkResult(Generic[T]):
         return value
 
 
-def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
+def run_in_thread(work: Callable[[], T], seconds: float | None = None) -> T:
     """Return ``work()``, run in another thread; raise `Empty` after `seconds`, while the thread goes on."""
-    answer = WorkResult[T]()
-    threading.Thread(target=answer.run_work, args=(work,), daemon=True, name="rescale_data-store").start()
-    return answer.get(seconds)
+    result = WorkResult[T]()
+    threading.Thread(target=result.run_work, args=(work,), daemon=True, name="rescale_data-store").start()
+    return result.get(seconds)
 
 
 class TaskThread:
@@ -85,7 +85,7 @@ class TaskThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks, self._ended_flag = _Tasks(), WaitableFlag()
+        self._tasks, self._ended_flag = _TaskQueue(), WaitableFlag()
         # Puts itself when self is collected; Ctrl-C within a `__del__` would be lost
         owner = ref(self, self._tasks.put)
         args = self._tasks, self._ended_flag, owner
@@ -106,17 +106,17 @@ class TaskThread:
             self._thread.join()
 
 
-_Tasks: TypeAlias = SimpleQueue[Callable[[], Any] | None]
+_TaskQueue: TypeAlias = SimpleQueue[Callable[[], Any] | None]
 _task_threads: WeakSet[TaskThread] = WeakSet()
-_calls_at_exit: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+_exit_calls_by_owner: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
 
 
 def call_at_exit(owner: T, function: Callable[[T], object]) -> None:
     """Call ``function(owner)`` when the interpreter exits, before the threads of this module end, if the owner still lives."""
-    _calls_at_exit[owner] = function
+    _exit_calls_by_owner[owner] = function
 
 
-def _run_tasks(tasks: _Tasks, ended_flag: WaitableFlag, owner: ref[TaskThread]) -> None:
+def _run_tasks(tasks: _TaskQueue, ended_flag: WaitableFlag, owner: ref[TaskThread]) -> None:
     while (task := tasks.get()) is not None and task is not owner:
         task()
         del task  # what it refers to can be collected
@@ -124,10 +124,10 @@ def _run_tasks(tasks: _Tasks, ended_flag: WaitableFlag, owner: ref[TaskThread]) 
 
 
 @atexit.register
-def _end_all() -> None:
+def _end_all_threads() -> None:
     """End all threads before the interpreter exits, because a thread that waits in C code then would crash the process."""
-    for owner, function in list(_calls_at_exit.items()):
+    for owner, function in list(_exit_calls_by_owner.items()):
         function(owner)
-    deadline = monotonic() + _SECONDS_AT_EXIT
+    deadline = monotonic() + _EXIT_WAIT_SECONDS
     for thread in list(_task_threads):
         thread.end(max(0.0, deadline - monotonic()))

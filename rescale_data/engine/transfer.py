@@ -42,7 +42,7 @@ def require_transfer(transfer: object) -> None:
 def with_transfer(feed: BatchFeed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> BatchFeed:
     """Return a feed that applies a transfer to each batch of another feed."""
     if isinstance(transfer, torch.device | str):
-        return ToDevice(feed, torch.device(transfer))
+        return ToDeviceFeed(feed, torch.device(transfer))
     return FunctionFeed(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
 
 
@@ -59,7 +59,7 @@ def _to_device(device: torch.device, batch: Any) -> Any:
     return map_tensors(batch, "to", lambda value: value.to(device, non_blocking=True))
 
 
-class ToDevice(FunctionFeed):
+class ToDeviceFeed(FunctionFeed):
     """A feed that copies the tensors of each batch to a device, in the stream that was current at `begin`.
 
     A copy is queued behind the work that training has queued, as if training itself copied with ``non_blocking=True``.

@@ -91,7 +91,7 @@ class Watchdog:
         if began is None or began == self._reported_start_time or self._clock() - began < self.report_after_seconds:
             return
         self._reported_start_time, self.report_made = began, True
-        self._report(self._clock() - began, frames().get(self.thread_id))
+        self._report(self._clock() - began, stacks().get(self.thread_id))
 
 
 def _watch_loop(watch_ref: weakref.ref[Watchdog], pause_seconds: float, stop_flag: WaitableFlag) -> None:
@@ -101,7 +101,7 @@ def _watch_loop(watch_ref: weakref.ref[Watchdog], pause_seconds: float, stop_fla
         del watch
 
 
-def frames() -> dict[int, FrameType]:
+def stacks() -> dict[int, FrameType]:
     """Return the innermost stack frame of each thread, by the id of the thread."""
     return getattr(sys, "_current_frames")()  # noqa: B009 - documented, in spite of its name
 
@@ -132,15 +132,15 @@ def _describe_work(module: str, callee: FrameType | None) -> str:
     """
     if read_counters().file:
         return f"reading {read_counters().file}"
-    kind = next((kind for module_prefix, kind in _WORK_KINDS if module.startswith(module_prefix)), f"in {module}")
+    work = next((work for module_prefix, work in _WORK_KINDS if module.startswith(module_prefix)), f"in {module}")
     if callee is None:
-        return kind
-    return f"{kind}, {callee.f_code.co_qualname} ({callee.f_code.co_filename}, line {callee.f_lineno})"
+        return work
+    return f"{work}, {callee.f_code.co_qualname} ({callee.f_code.co_filename}, line {callee.f_lineno})"
 
 
-def _describe_shard(own_frame: FrameType) -> str:
+def _describe_shard(package_frame: FrameType) -> str:
     """Return a text that names the logical shard and the last row drawn of the innermost node on a stack; it may be empty."""
-    for frame in outer_frames(own_frame):
+    for frame in outer_frames(package_frame):
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue

@@ -39,7 +39,7 @@ from rescale_data.sources.counts import COUNTER_INDICES, MADE_BATCHES, MAKE_SECO
 from rescale_data.sources.decoded.cache import share_budget_with
 from rescale_data.state import Ints
 
-_MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
+_TARGET_MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
 _MAX_SECONDS_PER_MESSAGE = 0.05
 _CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _MAX_TRACEBACK_CHARS = 2000
@@ -52,7 +52,7 @@ class BeginCommand:
 
     Args:
         command_id: The number of the command, counted by the pool; a segment may be begun several times.
-        first_batch: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
+        first_batch: The first micro batch; worker i makes ``first_batch + i``, ``first_batch + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
         table: ``int64[N, columns]``, the positions of all logical shards at the first micro batch.
     """
@@ -118,7 +118,7 @@ class Worker:
         """Run the commands of the trainer, in a worker process, until one is `None` or the trainer is gone.
 
         Args:
-            slabs: A semaphore of the slabs that are free.
+            slabs: A semaphore, released for each slab that is free.
             seed: The seed of random numbers that the user's functions draw.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
@@ -154,14 +154,14 @@ class Worker:
             await_slab: Returns when the next slab is free.
         """
         slabs, slab, max_batches = Slabs(), 0, 1
-        packed_values = self._values(command)
+        packed_values = self._packed_batches(command)
         while True:
             await_slab()
             start_time, message_values, num_bytes = time.perf_counter(), list[PackedValue](), 0
             for value in islice(packed_values, max_batches):
                 message_values.append(value)
                 num_bytes += value.num_bytes
-                if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MAX_SECONDS_PER_MESSAGE:
+                if num_bytes >= _TARGET_MESSAGE_BYTES or time.perf_counter() - start_time >= _MAX_SECONDS_PER_MESSAGE:
                     break
             if not message_values or not self._is_wanted(command):
                 return
@@ -173,7 +173,7 @@ class Worker:
     def _is_wanted(self, command: BeginCommand) -> bool:
         return self._status.wanted_command_id == command.command_id
 
-    def _values(self, command: BeginCommand) -> Iterator[PackedValue]:
+    def _packed_batches(self, command: BeginCommand) -> Iterator[PackedValue]:
         stop_batch = sys.maxsize if command.segment.stop is None else command.segment.stop
         try:
             feed = self._begin_feed(command)
@@ -182,7 +182,7 @@ class Worker:
             ):
                 if not self._is_wanted(command):
                     return
-                packed_micro_batch = PackedValue(self._make(feed))
+                packed_micro_batch = PackedValue(self._make_watched(feed))
                 read_counters().add(MADE_BATCHES, 1)
                 yield packed_micro_batch
         except NoSamplesLeft as error:
@@ -192,18 +192,18 @@ class Worker:
             sendable_error.add_note(f"In worker process {self._worker_number}:\n{traceback.format_exc()}")
             yield PackedValue(sendable_error)
 
-    def _begin_feed(self, begin: BeginCommand) -> InProcessFeed:
+    def _begin_feed(self, command: BeginCommand) -> InProcessFeed:
         self._status.write_activity(self._worker_number, "")
         read_counters().values[MADE_BATCHES] = 0
         feed = self._feed
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
             feed = self._feed = InProcessFeed(ShardRunner(self.recipe, schema), self._collate)
-        first_batch, num_workers = begin.first_batch + self._worker_number, begin.segment.layout.workers_per_rank
-        feed.begin(begin.segment, begin.table, first_batch, num_workers)
+        first_batch, num_workers = command.first_batch + self._worker_number, command.segment.layout.workers_per_rank
+        feed.begin(command.segment, command.table, first_batch, num_workers)
         return feed
 
-    def _make(self, feed: InProcessFeed) -> MicroBatch:
+    def _make_watched(self, feed: InProcessFeed) -> MicroBatch:
         watch = self.watch
         watch.thread_id, watch.start_time = threading.get_ident(), time.perf_counter()
         try:

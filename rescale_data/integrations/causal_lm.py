@@ -41,8 +41,8 @@ def causal_lm_batch(samples: Samples) -> dict[str, Any]:
             f"causal_lm_batch takes samples of a packer with labels=True, but these have {sorted(samples[0])}. The shifted "
             f"labels say which tokens are learned; they are shifted back here."
         )
-    unlearned = torch.full_like(batch["labels"][:, :1], -100)
-    labels = torch.cat([unlearned, batch["labels"][:, :-1]], dim=1)
+    ignored_labels = torch.full_like(batch["labels"][:, :1], -100)
+    labels = torch.cat([ignored_labels, batch["labels"][:, :-1]], dim=1)
     model_inputs = {"input_ids": batch["tokens"], "labels": labels}
     if "doc_ids" in batch:
         model_inputs["position_ids"] = positions(batch["doc_ids"])
@@ -55,5 +55,5 @@ def positions(doc_ids: Tensor) -> Tensor:
     A document begins where ``doc_ids`` change.
     """
     token_index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
-    is_first = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
-    return token_index - (token_index * is_first).cummax(dim=1).values
+    is_document_start = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
+    return token_index - (token_index * is_document_start).cummax(dim=1).values

@@ -53,12 +53,12 @@ class DataStateMixin(Trainer):
             self.args.gradient_accumulation_steps = train_loader.gradient_accumulation_steps
         num_ranks = self.args.world_size // (self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
         _check_arguments(self.args, train_loader, num_ranks)
-        _require_labels_that_are_not_shifted(train_loader)
+        _refuse_shifted_labels(train_loader)
         self.args.ignore_data_skip = True  # the loader stands where it stood: nothing is to be read again
         self.add_callback(_SaveDataState(train_loader))
 
     def get_train_dataloader(self) -> Any:
-        return self._train_loader if has_length(self._train_loader) else _Batches(self._train_loader)
+        return self._train_loader if has_length(self._train_loader) else _LoaderWithoutLength(self._train_loader)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = resume_from_checkpoint
@@ -70,7 +70,7 @@ class DataStateMixin(Trainer):
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
 
-class _Batches:
+class _LoaderWithoutLength:
     """Batches of a loader without ``len``. After a resume the trainer counts epochs from 0, so this has no ``set_epoch``."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -132,7 +132,7 @@ def _has_shifted_labels(stream: Stream) -> bool:
     return any(getattr(node, "labels", False) for _, node in stream.schema.root.walk())
 
 
-def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
+def _refuse_shifted_labels(loader: DataLoader) -> None:
     if call_with_stream(loader, _has_shifted_labels) and loader.options.collate_fn is None:
         raise ValueError(
             "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "

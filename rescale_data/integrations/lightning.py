@@ -44,29 +44,29 @@ class DataState(pl.Callback):
 
     def __init__(self) -> None:
         self._loaded_states: list[dict[str, Any]] | None = None  # `None`: training does not begin from a checkpoint
-        self._loader_exists = False  # True if Lightning made the loader before accumulation could be set
+        self._loader_made_early = False  # True if Lightning made the loader before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record if Lightning has made the loader already, because ``configure_optimizers`` asked for the number of batches."""
-        self._loader_exists = trainer.train_dataloader is not None
+        self._loader_made_early = trainer.train_dataloader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check Lightning's arguments, and load the states of loaders that Lightning has not loaded.
 
         It loads none if it considers the epoch to be over.
         """
-        loaders, was_loaded = _our_loaders(trainer.train_dataloader), self._loaded_states is not None
+        loaders, resumes_from_checkpoint = _rescale_loaders(trainer.train_dataloader), self._loaded_states is not None
         states, self._loaded_states = self._loaded_states or [], None
-        if was_loaded and len(states) != len(loaders):
+        if resumes_from_checkpoint and len(states) != len(loaders):
             raise ValueError(
                 f"The checkpoint has the states of {len(states)} rd.DataLoader, and the trainer has {len(loaders)}: rows would "
                 f"come again. Give the loaders that it was saved with, or begin a run with its weights, without ckpt_path=."
             )
         pairs = zip(loaders, states, strict=False)
-        not_loaded = [(loader, state) for loader, state in pairs if loader.step != decode(state).header["step"]]
-        for loader, state in not_loaded:
+        states_to_load = [(loader, state) for loader, state in pairs if loader.step != decode(state).header["step"]]
+        for loader, state in states_to_load:
             loader.load_state_dict(state)
-        if not_loaded:
+        if states_to_load:
             iter(trainer.fit_loop._data_fetcher)  # Lightning has iterators of these already  # pyright: ignore
         if trainer.reload_dataloaders_every_n_epochs:
             raise ValueError(
@@ -96,7 +96,7 @@ class DataState(pl.Callback):
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` to ``steps`` if it may be set and the user has not; else raise if it differs."""
         can_set_accumulation = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if trainer.accumulate_grad_batches == 1 and can_set_accumulation and not self._loader_exists:
+        if trainer.accumulate_grad_batches == 1 and can_set_accumulation and not self._loader_made_early:
             trainer.accumulate_grad_batches = steps
         if trainer.accumulate_grad_batches != steps:
             raise ValueError(
@@ -132,23 +132,23 @@ class DataState(pl.Callback):
             _undo_partial_step(checkpoint["loops"]["fit_loop"], decode(state))
 
 
-def _our_loaders(dataloaders: Any) -> list[DataLoader]:
+def _rescale_loaders(dataloaders: Any) -> list[DataLoader]:
     """Return the loaders of this package among ``dataloaders``: one loader, or nested lists and dicts of loaders."""
     return [loader for loader in CombinedLoader(dataloaders).flattened if isinstance(loader, DataLoader)]
 
 
 def _reset_loaders(dataloaders: Any) -> None:
-    for loader in _our_loaders(dataloaders):
+    for loader in _rescale_loaders(dataloaders):
         loader.reset()
 
 
-def _complete_interrupted_batch(loop: dict[str, Any]) -> None:
+def _complete_interrupted_batch(fit_loop_state: dict[str, Any]) -> None:
     """Count a micro batch as trained, and warn, if an exception or a signal saved the checkpoint while it was trained.
 
     The loader's state counts it as delivered. Lightning would train one in its place, and all later steps would begin within a
     global batch.
     """
-    progress = loop["epoch_loop.batch_progress"]
+    progress = fit_loop_state["epoch_loop.batch_progress"]
     if progress["current"]["processed"] < progress["current"]["ready"]:
         _logger.warning(
             "The checkpoint was saved while micro batch %d of an epoch was trained (an exception or a signal). The model does "
@@ -160,16 +160,16 @@ def _complete_interrupted_batch(loop: dict[str, Any]) -> None:
             lightning_counts |= {"started": ready, "processed": ready, "completed": ready - 1}
 
 
-def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
+def _undo_partial_step(fit_loop_state: dict[str, Any], state: SavedState) -> None:
     """Reset Lightning's counts to the beginning of a step that was saved unfinished, if the loader begins it again.
 
     The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
     """
     global_batch_size, dp_world_size, micro_batch_size = state.sizes
-    progress = loop["epoch_loop.batch_progress"]
+    progress = fit_loop_state["epoch_loop.batch_progress"]
     num_in_step = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
-    if num_in_step and not state.clock.samples_begun(global_batch_size):
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
+    if num_in_step and not state.clock.samples_in_begun_step(global_batch_size):
+        fit_loop_state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for lightning_counts in (progress["current"], progress["total"]):
             for name in _COUNTER_NAMES:
                 lightning_counts[name] -= num_in_step

@@ -51,7 +51,7 @@ class RescaleDataLoader(BaseDataLoader):
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, seq_len: int = 0,
         local_batch_size: int = 0, max_context_length: int = 0, num_tokens_per_batch: int = 0,
-        snapshot_every_n_steps: int | None = None, **others: Any,
+        snapshot_every_n_steps: int | None = None, **ignored_arguments: Any,
     ) -> None:  # fmt: skip
         self._flattens_batches = bool(max_context_length)
         sequence_length = seq_len or max_context_length

@@ -19,16 +19,16 @@ class BatchShards:
 
     Args:
         shards: The shard of each of the b samples, in the order of the batch.
-        index: These shards, each once, as an index into the table: a slice or ``int64[M]``.
-        shard_samples: How many samples each of them gives, a number or ``int64[M]``.
+        rows: These shards, each once, as an index into the table: a slice or ``int64[M]``.
+        samples_per_shard: How many samples each of them gives, a number or ``int64[M]``.
         sample_numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
             from the shard's first; 0 for those that fill the last batch.
         num_real: How many of the samples are real; the others fill the last batch.
     """
 
     shards: list[int]
-    index: slice | Ints
-    shard_samples: int | Ints
+    rows: slice | Ints
+    samples_per_shard: int | Ints
     sample_numbers: list[int] | None = None
     num_real: int = -1
 
@@ -48,24 +48,24 @@ class AlignedBatchShards:
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank, self._period_micro_batches = layout, rank, layout.batch_period
+        self._layout, self._rank, self._micro_batches_per_period = layout, rank, layout.batch_period
         self._by_micro_batch: dict[int, BatchShards] = {}
         self._by_first_shard: dict[int, BatchShards] = {}  # by their first shard
 
     def batch_shards(self, u: int) -> BatchShards:
-        u %= self._period_micro_batches
+        u %= self._micro_batches_per_period
         batch_shards = self._by_micro_batch.get(u)
         if batch_shards is None:
-            new_shards = self._make(u)
+            new_shards = self._compute_batch_shards(u)
             batch_shards = self._by_micro_batch[u] = self._by_first_shard.setdefault(new_shards.shards[0], new_shards)
         return batch_shards
 
-    def _make(self, u: int) -> BatchShards:
+    def _compute_batch_shards(self, u: int) -> BatchShards:
         layout = self._layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         b, g, c = layout.micro_batch_size, layout.shard_period_steps, layout.shard_samples_per_step
-        own_first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
-        shards = [(own_first_row + i) // c * g + t for i in range(b)]
+        first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
+        shards = [(first_row + i) // c * g + t for i in range(b)]
         return BatchShards(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
 
 

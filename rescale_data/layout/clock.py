@@ -38,7 +38,7 @@ class Clock:
         """Return the number of whole global batches delivered in the run."""
         return self.step + (self.samples - self.origin) // global_batch_size
 
-    def samples_begun(self, global_batch_size: int) -> int:
+    def samples_in_begun_step(self, global_batch_size: int) -> int:
         """Return the number of samples, over all ranks, that were delivered in a step that is not complete."""
         return (self.samples - self.origin) % global_batch_size
 
@@ -46,13 +46,13 @@ class Clock:
         samples = self.samples + num_micro_batches * layout.micro_step_samples
         return replace(self, samples=samples, in_step=self.in_step and not num_micro_batches)
 
-    def restarted(self, global_batch_size: int) -> Clock:
+    def with_origin_now(self, global_batch_size: int) -> Clock:
         """Return the same counts with `origin` at the current sample, from which steps are counted anew."""
-        in_step = self.in_step or self.samples_begun(global_batch_size) > 0
+        in_step = self.in_step or self.samples_in_begun_step(global_batch_size) > 0
         return replace(self, origin=self.samples, step=self.global_step(global_batch_size), in_step=in_step)
 
     def next_epoch(self, global_batch_size: int) -> Clock:
-        return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
+        return replace(self.with_origin_now(global_batch_size), epoch=self.epoch + 1)
 
     def with_skipped(self, start_sample: int) -> Clock:
         """Return the same counts, with the samples from number ``start_sample`` up to now recorded as skipped."""
@@ -68,5 +68,5 @@ class Clock:
             saved_sizes: O, W and b of the save.
         """
         current_sizes = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        is_at_step_start = not self.samples_begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
-        return self if is_at_step_start or saved_sizes == current_sizes else self.restarted(saved_sizes[0])
+        is_at_step_start = not self.samples_in_begun_step(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
+        return self if is_at_step_start or saved_sizes == current_sizes else self.with_origin_now(saved_sizes[0])

@@ -22,10 +22,10 @@ from functools import cached_property
 
 import numpy as np
 
-from rescale_data.layout.balance import max_picks, water_fill
+from rescale_data.layout.balance import max_samples_served, water_fill
 from rescale_data.state import Ints
 
-_MIN_SHARDS, _MAX_SHARDS = 256, 2048
+_MIN_DEFAULT_SHARDS, _MAX_DEFAULT_SHARDS = 256, 2048
 """Bounds of the default number of logical shards; each shard of a rank keeps a fragment of each source open."""
 
 
@@ -112,23 +112,23 @@ class Layout:
     @cached_property
     def aligned(self) -> bool:
         """True if each shard is always served by the same worker, so that the order does not depend on the topology."""
-        return is_aligned(*self._sizes().values())
+        return is_aligned(*self._sizes_by_name().values())
 
     @cached_property
     def unaligned_reason(self) -> str | None:
         """A text that says that the order depends on the topology, with the nearest aligned sizes; `None` if aligned."""
         if self.aligned:
             return None
-        sizes, cures = self._sizes(), list[str]()
+        sizes, cures = self._sizes_by_name(), list[str]()
         for name in ("global_batch_size", "dp_world_size", "micro_batch_size", "num_workers"):
-            fits = _nearest_sizes(sizes[name], lambda size, name=name: is_aligned(*{**sizes, name: size}.values()))
-            cures += [f"{name}={' or '.join(map(str, fits))}"] if fits else []
+            nearest = _nearest_sizes(sizes[name], lambda size, name=name: is_aligned(*{**sizes, name: size}.values()))
+            cures += [f"{name}={' or '.join(map(str, nearest))}"] if nearest else []
         return (
             f"{', '.join(f'{name}={size}' for name, size in sizes.items())} do not divide so that each logical shard has one "
             f"worker for good. One of these alone keeps the order: {', '.join(cures) or 'none'}; rd.plan lists all that fit"
         )
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes_by_name(self) -> dict[str, int]:
         size_names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
         return {**{name: getattr(self, name) for name in size_names}, "num_workers": self.workers_per_rank}
 
@@ -137,8 +137,8 @@ class Layout:
         block = block_of(rank, self.dp_world_size, self.num_logical_shards)
         if worker is None:
             return block
-        num_owned, k = len(block), self.workers_per_rank
-        return range(block.start + worker * num_owned // k, block.start + (worker + 1) * num_owned // k)
+        num_rank_shards, k = len(block), self.workers_per_rank
+        return range(block.start + worker * num_rank_shards // k, block.start + (worker + 1) * num_rank_shards // k)
 
     def served_shards(self, rank: int, worker: int) -> Ints:
         """Return the shards, ascending, that one worker of a rank serves: in the micro batches u with ``u % K == worker``."""
@@ -160,30 +160,30 @@ class Layout:
         """
         if self.aligned:
             return self._aligned_samples_before(stop_batch) - self._aligned_samples_before(first_batch)
-        num_batches_by_worker = self._worker_batches(stop_batch) - self._worker_batches(first_batch)
+        num_batches_by_worker = self._batches_by_worker(stop_batch) - self._batches_by_worker(first_batch)
         return water_fill(samples_before, num_batches_by_worker * self.micro_batch_size, self._block_starts)
 
-    def epoch_remainder_start(self, samples: Ints, num_left: Ints, first_batch: int) -> int:
+    def epoch_remainder_start(self, samples: Ints, samples_left: Ints, first_batch: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
             samples: ``int64[N]``, the samples that each shard has delivered before ``first_batch``.
-            num_left: ``int64[N]``, the samples that each has left.
+            samples_left: ``int64[N]``, the samples that each has left.
             first_batch: The next micro batch, counted from `origin`.
 
         Returns:
             u, a multiple of A; less than ``first_batch`` if the step that ``first_batch`` is part of cannot be completed.
         """
-        a = self.gradient_accumulation_steps
+        a, k = self.gradient_accumulation_steps, self.workers_per_rank
         if self.aligned:
-            total_samples = num_left + self._aligned_samples_before(first_batch)
+            total_samples = samples_left + self._aligned_samples_before(first_batch)
             steps = self._first_steps() + (total_samples // self.shard_samples_per_step) * self.shard_period_steps
             return int(steps.min()) * a
-        batches = (
-            self._worker_batches(first_batch)
-            + max_picks(samples, num_left, self._block_starts) // self.micro_batch_size
+        max_batches = (
+            self._batches_by_worker(first_batch)
+            + max_samples_served(samples, samples_left, self._block_starts) // self.micro_batch_size
         )
-        return int((batches * self.workers_per_rank + np.arange(len(batches)) % self.workers_per_rank).min()) // a * a
+        return int((max_batches * k + np.arange(len(max_batches)) % k).min()) // a * a
 
     @cached_property
     def _block_starts(self) -> Ints:
@@ -192,7 +192,7 @@ class Layout:
         worker_offsets = np.diff(rank_starts)[:, None] * np.arange(self.workers_per_rank) // self.workers_per_rank
         return np.append(rank_starts[:-1, None] + worker_offsets, self.num_logical_shards)
 
-    def _worker_batches(self, u: int) -> Ints:
+    def _batches_by_worker(self, u: int) -> Ints:
         """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
         worker = np.arange(self.dp_world_size * self.workers_per_rank, dtype=np.int64) % self.workers_per_rank
         return (u - worker + self.workers_per_rank - 1) // self.workers_per_rank
@@ -207,8 +207,8 @@ class Layout:
         row_in_rank = (
             np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
         )
-        samples_in_begun_step = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_step == t % g)
-        return (t - first_step + g - 1) // g * c + samples_in_begun_step
+        served_of_begun_step = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_step == t % g)
+        return (t - first_step + g - 1) // g * c + served_of_begun_step
 
 
 def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
@@ -247,7 +247,7 @@ def default_num_logical_shards(global_batch_size: int) -> int:
     2,048, N is the divisor of O from 256 to 2,048 that most world sizes divide, or O itself if it has no such divisor.
     """
     o = global_batch_size
-    if o <= _MAX_SHARDS:
-        return next(k for k in (4, 2, 1) if k * o <= _MAX_SHARDS) * o
-    divisors = [n for n in range(_MIN_SHARDS, _MAX_SHARDS + 1) if o % n == 0]
+    if o <= _MAX_DEFAULT_SHARDS:
+        return next(k for k in (4, 2, 1) if k * o <= _MAX_DEFAULT_SHARDS) * o
+    divisors = [n for n in range(_MIN_DEFAULT_SHARDS, _MAX_DEFAULT_SHARDS + 1) if o % n == 0]
     return max(divisors, key=lambda n: (sum(n % w == 0 for w in range(1, n + 1)), n), default=o)

@@ -10,8 +10,8 @@ from typing import Protocol
 from rescale_data.errors import checks_argument_types, require_int, require_type
 from rescale_data.layout.layout import default_num_logical_shards, is_aligned
 
-_MAX_SAMPLES = 2**32
-_LOADER_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, remainder and stamp; epoch, row and skipped
+_MAX_GLOBAL_BATCH_SIZE = 2**32
+_NUM_LOADER_COLUMNS, _NUM_READER_COLUMNS = 3, 3  # of the table: samples, remainder and stamp; epoch, row and skipped
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Plan(Sequence[LayoutOption]):
             workers_by_sizes.setdefault((option.dp_world_size, option.micro_batch_size), []).append(option.num_workers)
         sizes_by_workers = dict[tuple[int, str], list[int]]()
         for (w, b), workers in workers_by_sizes.items():
-            sizes_by_workers.setdefault((w, _joined(workers)), []).append(b)
+            sizes_by_workers.setdefault((w, _join_ints(workers)), []).append(b)
         subject = "these" if self.options else "no ranks, micro batch and workers that were asked for"
         lines = [
-            f"global_batch_size={_joined(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
+            f"global_batch_size={_join_ints(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
             f"keep the same global batches",
             "  ranks W  workers K      micro batches b",
-            *(f"{w:9}  {workers:13}  {_joined(sizes)}" for (w, workers), sizes in sizes_by_workers.items()),
+            *(f"{w:9}  {workers:13}  {_join_ints(sizes)}" for (w, workers), sizes in sizes_by_workers.items()),
         ]
         return "\n".join([*lines, *self._cost_lines()])
 
@@ -73,15 +73,16 @@ class Plan(Sequence[LayoutOption]):
         """Return lines about the memory and checkpoint size that N logical shards cost, and about the smallest source."""
         if not self.sources:
             return []
-        n, num = self.num_logical_shards, len(self.sources)
+        n, num_sources = self.num_logical_shards, len(self.sources)
         max_ranks = max((option.dp_world_size for option in self.options), default=1)
         sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
         smallest = min(self.sources, key=lambda source: source.num_rows)
-        table_bytes = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
+        table_bytes = 8 * n * (_NUM_LOADER_COLUMNS + _NUM_READER_COLUMNS * num_sources)
         return [
-            f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
+            f"  {n} logical shards of {num_sources} source(s): each keeps a fragment of each source open",
             *(
-                f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {format_size(-(-n // w) * sum(sizes))} decoded"
+                f"    {w:5} rank(s): {-(-n // w) * num_sources} open fragments a rank, "
+                f"{format_size(-(-n // w) * sum(sizes))} decoded"
                 for w in sorted({1, max_ranks})
             ),
             f"    the table in a checkpoint: at least {format_size(table_bytes)}",
@@ -119,21 +120,21 @@ def plan(
         6144
     """
     require_type(Sequence, "a list of sources", sources=sources)
-    global_sizes = _checked_ints(1, global_batch_size=global_batch_size)
-    worker_counts = _checked_ints(0, num_workers=num_workers)
+    global_sizes = _require_ints(1, global_batch_size=global_batch_size)
+    worker_counts = _require_ints(0, num_workers=num_workers)
     if not global_sizes:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
-    if max(global_sizes) > _MAX_SAMPLES:
+    if max(global_sizes) > _MAX_GLOBAL_BATCH_SIZE:
         raise ValueError(
-            f"global_batch_size={max(global_sizes)}: a plan goes through all its divisors, up to {_MAX_SAMPLES}."
+            f"global_batch_size={max(global_sizes)}: a plan goes through all its divisors, up to {_MAX_GLOBAL_BATCH_SIZE}."
         )
-    _checked_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-    shard_samples = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
-    plans = {
+    _require_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+    tried_shard_counts = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
+    options_by_shard_count = {
         n: _options(global_sizes, n, micro_batch_size, worker_counts)
-        for n in _checked_ints(1, num_logical_shards=shard_samples)
+        for n in _require_ints(1, num_logical_shards=tried_shard_counts)
     }
-    n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
+    n, options = max(options_by_shard_count.items(), key=lambda item: (len(item[1]), -item[0]))
     return Plan(tuple(global_sizes), n, tuple(options), tuple(sources))
 
 
@@ -146,18 +147,18 @@ def _default_shard_counts(global_sizes: Sequence[int]) -> list[int]:
 def _options(global_sizes: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[LayoutOption]:
     """Return the topologies that are aligned with every global batch size in ``global_sizes``."""
     sizes_gcd = math.gcd(*global_sizes)
-    possible_sizes = [b] if b is not None else _divisors(sizes_gcd)
+    micro_batch_sizes = [b] if b is not None else _divisors(sizes_gcd)
     return [
         LayoutOption(w, size, k, global_sizes[0] // (w * size))
         for w in _divisors(sizes_gcd)
-        for size in possible_sizes
+        for size in micro_batch_sizes
         if sizes_gcd % (w * size) == 0
         for k in worker_counts
         if all(is_aligned(n, o, w, size, k) for o in global_sizes)
     ]
 
 
-def _joined(values: Sequence[int]) -> str:
+def _join_ints(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
@@ -170,7 +171,7 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def _checked_ints(minimum: int, **argument: object) -> list[int]:
+def _require_ints(minimum: int, **argument: object) -> list[int]:
     """Return an argument that is an int, or a sequence of ints, as a list of ints that are at least ``minimum``."""
     ((name, value),) = argument.items()
     values: Sequence[object] = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]  # pyright: ignore[reportUnknownVariableType]

@@ -57,19 +57,19 @@ class StepPlan:
 
     def assign_samples(self) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample: two arrays ``int64[samples]``."""
-        bin_of = self._assign_padded_bins() if self.pads_bins else self._assign_bins()
-        loads = _bin_costs(self.costs, bin_of, self.num_bins, pads_bins=self.pads_bins)
+        item_bins = self._assign_padded_bins() if self.pads_bins else self._assign_bins()
+        bin_costs = _bin_costs(self.costs, item_bins, self.num_bins, pads_bins=self.pads_bins)
         if self.sync_interval == "step":
-            group = np.arange(self.num_bins) // self.num_batches  # bins of one rank
+            group_of_bin = np.arange(self.num_bins) // self.num_batches  # bins of one rank
             if self.pads_bins:
                 ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks, dtype=np.int64)
-                group = fill_bins(loads, ones, zeros, self.num_batches)
-            rank = self._assign_ranks(group[bin_of], np.zeros(self.num_ranks, dtype=np.int64))
-            return rank, _costliest_bins_in_middle(loads, group, self.num_batches)[bin_of]
+                group_of_bin = fill_bins(bin_costs, ones, zeros, self.num_batches)
+            rank = self._assign_ranks(group_of_bin[item_bins], np.zeros(self.num_ranks, dtype=np.int64))
+            return rank, _costliest_bins_in_middle(bin_costs, group_of_bin, self.num_batches)[item_bins]
         cost_tier_of_bin = np.empty(self.num_bins, dtype=np.int64)
-        cost_tier_of_bin[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
+        cost_tier_of_bin[np.argsort(-bin_costs, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
         batch_of_cost_tier = permutation(self.num_batches, "balance", self.seed, self.step)
-        return self._assign_ranks(bin_of, cost_tier_of_bin), batch_of_cost_tier[cost_tier_of_bin][bin_of]
+        return self._assign_ranks(item_bins, cost_tier_of_bin), batch_of_cost_tier[cost_tier_of_bin][item_bins]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
@@ -81,15 +81,17 @@ class StepPlan:
 
     def _assign_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
-        limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
+        token_limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
         if self.sync_interval == "step":
-            zeros, rank_token_limit = np.zeros(self.num_ranks, dtype=np.int64), limit * self.num_batches
-            rank = _fill_all(self.costs, self.tokens, zeros, rank_token_limit, min_items=self.num_batches)
-            return rank * self.num_batches + _fill_each(self.costs, self.tokens, rank, self.num_batches, limit)
-        first_cost, rest_cost = self._target_costs(self.costs)
-        offsets = np.full(self.num_bins, first_cost - rest_cost, dtype=np.int64)
-        offsets[: self.num_ranks] = 0
-        return _fill_all(self.costs, self.tokens, offsets, limit)
+            zeros, rank_token_limit = np.zeros(self.num_ranks, dtype=np.int64), token_limit * self.num_batches
+            rank = _fill_raising_limit(self.costs, self.tokens, zeros, rank_token_limit, min_items=self.num_batches)
+            return rank * self.num_batches + _fill_each_rank(
+                self.costs, self.tokens, rank, self.num_batches, token_limit
+            )
+        first_cost, other_cost = self._target_costs(self.costs)
+        initial_costs = np.full(self.num_bins, first_cost - other_cost, dtype=np.int64)
+        initial_costs[: self.num_ranks] = 0
+        return _fill_raising_limit(self.costs, self.tokens, initial_costs, token_limit)
 
     def _assign_padded_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if samples of a bin are padded to its largest.
@@ -105,11 +107,11 @@ class StepPlan:
 
         def cut_bins(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
-            rest_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
+            other_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
             first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), most_tokens)
             bin_starts, bin_end, max_bin_end = [0], 0, len(costs) - self.num_bins
             for bin_number in range(self.num_bins):
-                bin_end, max_bin_end = (first_ends if bin_number < num_first else rest_ends)[bin_end], max_bin_end + 1
+                bin_end, max_bin_end = (first_ends if bin_number < num_first else other_ends)[bin_end], max_bin_end + 1
                 bin_end = min(bin_end, max_bin_end)  # one is left for each other bin
                 bin_starts.append(bin_end)
             return bin_starts if bin_end == len(costs) else None
@@ -124,9 +126,9 @@ class StepPlan:
             middle = (low + high) // 2
             new_starts = cut_bins(middle)
             low, high, bin_starts = (middle, high, bin_starts) if new_starts is None else (low, middle, new_starts)
-        bin_of = np.empty(len(costs), dtype=np.int64)
-        bin_of[cost_order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
-        return bin_of
+        item_bins = np.empty(len(costs), dtype=np.int64)
+        item_bins[cost_order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
+        return item_bins
 
     def _target_costs(self, costs: Ints) -> tuple[int, int]:
         """Return the target costs of each rank's first bin, which holds the costliest samples, and of all other bins."""
@@ -155,7 +157,7 @@ class StepPlan:
         rank = np.full(len(cost_tier_of_group), -1, dtype=np.int64)
         is_free = np.ones((len(cost_tier_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _first_mask(groups) & _first_mask(cost_tier_of_group[groups] * self.num_ranks + candidate_ranks)
+            is_match = _is_first(groups) & _is_first(cost_tier_of_group[groups] * self.num_ranks + candidate_ranks)
             rank[groups[is_match]] = candidate_ranks[is_match]
             is_free[cost_tier_of_group[groups[is_match]], candidate_ranks[is_match]] = False
             is_possible = (rank[groups] < 0) & is_free[cost_tier_of_group[groups], candidate_ranks]
@@ -165,7 +167,7 @@ class StepPlan:
         return rank[group_of_sample]
 
 
-def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, minimum: int = 1) -> Ints:
+def fill_bins(costs: Ints, item_sizes: Ints, bin_costs: Ints, size_limit: int, *, min_items: int = 1) -> Ints:
     """Assign items to bins, the costliest item first, to the cheapest bin; return the bin of each item, -1 if none has room.
 
     The bins with the least take an item each at a time, as many of them as would have taken one each in turn: so thousands of
@@ -174,47 +176,47 @@ def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, mi
     Args:
         costs: ``int64[items]``.
         item_sizes: ``int64[items]``.
-        loads: ``int64[bins]``, what each bin costs before.
-        size_limit: The sizes in a bin with more than ``minimum`` items.
-        minimum: Items of each bin at least; there are so many.
+        bin_costs: ``int64[bins]``, what each bin costs before.
+        size_limit: The sizes in a bin with more than ``min_items`` items.
+        min_items: Items of each bin at least; there are so many.
     """
-    loads, used_sizes, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
-    bin_of, unassigned = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
+    bin_costs, used_sizes, item_counts = bin_costs.copy(), np.zeros_like(bin_costs), np.zeros_like(bin_costs)
+    item_bins, unassigned = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
     while len(unassigned):
-        needs_item = item_counts < minimum
-        num_spare = len(unassigned) - int(np.maximum(minimum - item_counts, 0).sum())  # items for bins which lack none
+        needs_item = item_counts < min_items
+        num_spare = len(unassigned) - int(np.maximum(min_items - item_counts, 0).sum())  # for bins that lack none
         has_room = needs_item | (used_sizes <= size_limit - item_sizes[unassigned[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
             break
-        bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(unassigned)]
+        bins = open_bins[np.argsort(bin_costs[open_bins], kind="stable")][: len(unassigned)]
         items = unassigned[: len(bins)]
-        lowest_load = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
-        can_take_next = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
+        lowest_cost = np.minimum.accumulate(bin_costs[bins] + costs[items])  # of the bins that have just taken one
+        can_take_next = (bin_costs[bins[1:]] <= lowest_cost[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
         num_assigned = 1 + int(np.argmin(np.append(can_take_next, False)))
         items, bins, unassigned = items[:num_assigned], bins[:num_assigned], unassigned[num_assigned:]
         fits = needs_item[bins] | (used_sizes[bins] <= size_limit - item_sizes[items])
         unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
-        bin_of[items] = bins
-        loads[bins] += costs[items]
+        item_bins[items] = bins
+        bin_costs[bins] += costs[items]
         used_sizes[bins] += item_sizes[items]
         item_counts[bins] += 1
-    return bin_of
+    return item_bins
 
 
-def _fill_all(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, min_items: int = 1) -> Ints:
-    """Return the bin of each item as `fill` does, with the size limit raised until all items have a bin."""
-    while (bin_of := fill_bins(costs, item_sizes, loads, size_limit, minimum=min_items)).min() < 0:
+def _fill_raising_limit(costs: Ints, item_sizes: Ints, bin_costs: Ints, size_limit: int, *, min_items: int = 1) -> Ints:
+    """Return the bin of each item as `fill_bins` does, with the size limit raised until all items have a bin."""
+    while (item_bins := fill_bins(costs, item_sizes, bin_costs, size_limit, min_items=min_items)).min() < 0:
         size_limit += size_limit // 16 + 1
-    return bin_of
+    return item_bins
 
 
-def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank: int, size_limit: int) -> Ints:
-    """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
+def _fill_each_rank(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank: int, size_limit: int) -> Ints:
+    """Return the bin of each item within its rank, as `fill_bins` does, for all ranks at once; without room, the least used."""
     item_order, counts = np.lexsort((-costs, rank_of_item)), np.bincount(rank_of_item)
     first_items, max_items = np.cumsum(counts) - counts, int(counts.max())
-    loads, used_sizes = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
-    bin_of = np.empty(len(costs), dtype=np.int64)
+    bin_costs, used_sizes = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
+    item_bins = np.empty(len(costs), dtype=np.int64)
     for index in range(max_items):
         ranks = np.flatnonzero(counts > index)
         items = item_order[first_items[ranks] + index]
@@ -222,12 +224,12 @@ def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank:
         must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - index  # each item that is left goes to an empty bin
         fits = is_empty | (used_sizes[ranks] <= (size_limit - item_sizes[items])[:, None])
         fits = np.where(must_fill_empty[:, None], is_empty, fits)
-        no_room_load = loads.max() + 1 + used_sizes[ranks]
-        bin_index = np.argmin(np.where(fits, loads[ranks], no_room_load), axis=1)
-        bin_of[items] = bin_index
-        loads[ranks, bin_index] += costs[items]
+        no_room_cost = bin_costs.max() + 1 + used_sizes[ranks]
+        bin_index = np.argmin(np.where(fits, bin_costs[ranks], no_room_cost), axis=1)
+        item_bins[items] = bin_index
+        bin_costs[ranks, bin_index] += costs[items]
         used_sizes[ranks, bin_index] += item_sizes[items]
-    return bin_of
+    return item_bins
 
 
 def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list[int]:
@@ -236,26 +238,26 @@ def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list
     return (np.arange(len(costs)) + np.maximum(bin_sizes, 1)).tolist()
 
 
-def _bin_costs(costs: Ints, bin_of: Ints, num_bins: int, *, pads_bins: bool) -> Ints:
+def _bin_costs(costs: Ints, item_bins: Ints, num_bins: int, *, pads_bins: bool) -> Ints:
     """Return the cost of each bin, ``int64[num_bins]``; if padded, its number of samples times their largest cost."""
     bin_totals = np.zeros(num_bins, dtype=np.int64)
     if not pads_bins:
-        np.add.at(bin_totals, bin_of, costs)
+        np.add.at(bin_totals, item_bins, costs)
         return bin_totals
-    np.maximum.at(bin_totals, bin_of, costs)
-    return bin_totals * np.bincount(bin_of, minlength=num_bins)
+    np.maximum.at(bin_totals, item_bins, costs)
+    return bin_totals * np.bincount(item_bins, minlength=num_bins)
 
 
-def _costliest_bins_in_middle(loads: Ints, group_of_bin: Ints, num_micro_batches: int) -> Ints:
+def _costliest_bins_in_middle(bin_costs: Ints, group_of_bin: Ints, num_micro_batches: int) -> Ints:
     """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
-    ascending_bins = np.lexsort((loads, group_of_bin)).reshape(-1, num_micro_batches)
-    hill_order = np.concatenate([np.arange(0, num_micro_batches, 2), np.arange(1, num_micro_batches, 2)[::-1]])
-    micro_batch = np.empty(len(loads), dtype=np.int64)
-    micro_batch[ascending_bins[:, hill_order]] = np.arange(num_micro_batches)
+    ascending_bins = np.lexsort((bin_costs, group_of_bin)).reshape(-1, num_micro_batches)
+    up_down_order = np.concatenate([np.arange(0, num_micro_batches, 2), np.arange(1, num_micro_batches, 2)[::-1]])
+    micro_batch = np.empty(len(bin_costs), dtype=np.int64)
+    micro_batch[ascending_bins[:, up_down_order]] = np.arange(num_micro_batches)
     return micro_batch
 
 
-def _first_mask(values: Ints) -> npt.NDArray[np.bool_]:
+def _is_first(values: Ints) -> npt.NDArray[np.bool_]:
     """Return a mask of the values that occur for the first time: ``bool[values]``."""
     is_first = np.zeros(len(values), dtype=np.bool_)
     is_first[np.unique(values, return_index=True)[1]] = True

@@ -40,25 +40,25 @@ def check_epochs(recipe: Recipe) -> None:
         return
     rows = Counter(key for source in sources for key in _readable_keys(source))
     for epoch in range(_NUM_EPOCHS):
-        num_left_out, served_counts = -_num_left_out(nodes), Counter[Hashable]()
+        num_left_out, served_rows = -_num_left_out(nodes), Counter[Hashable]()
         try:
             for node in nodes:
-                served_counts.update(key for sample in islice(node, 2 * rows.total()) for key in _keys_in(sample, rows))
+                served_rows.update(key for sample in islice(node, 2 * rows.total()) for key in _keys_in(sample, rows))
                 if next(node, None) is not None:
                     return
                 node.reset(None)
         except _NotARow:
             return
-        _compare_epoch(epoch, rows, served_counts, num_left_out + _num_left_out(nodes))
+        _compare_epoch(epoch, rows, served_rows, num_left_out + _num_left_out(nodes))
 
 
-def _compare_epoch(epoch: int, rows: Counter[Hashable], served_counts: Counter[Hashable], num_left_out: int) -> None:
-    missing, extra = rows - served_counts, served_counts - rows
-    if extra or missing.total() > num_left_out:
+def _compare_epoch(epoch: int, rows: Counter[Hashable], served_rows: Counter[Hashable], num_left_out: int) -> None:
+    absent, extra = rows - served_rows, served_rows - rows
+    if extra or absent.total() > num_left_out:
         raise AssertionError(
-            f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {missing.total()} do not come, "
+            f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {absent.total()} do not come, "
             f"where {num_left_out} are counted as filtered, skipped or blocked, and {extra.total()} come too often (the first: "
-            f"{next(iter(extra or missing))}). Give whole_epochs=False if that is meant, as with Batcher(drop_last=True)."
+            f"{next(iter(extra or absent))}). Give whole_epochs=False if that is meant, as with Batcher(drop_last=True)."
         )
 
 

@@ -48,12 +48,12 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         )
     _check_attributes(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
-    first_reads = {index: copy.deepcopy(source.row(index)) for index in rows}
-    _check_repeated_reads(source, first_reads)
-    _check_pickles(source, first_reads)
+    first_rows = {index: copy.deepcopy(source.row(index)) for index in rows}
+    _check_repeated_reads(source, first_rows)
+    _check_pickles(source, first_rows)
     _check_locations(source, rows)
     for column in columns:
-        _check_tokens(source, column, first_reads)
+        _check_tokens(source, column, first_rows)
     if source.num_rows <= _MAX_ROWS:
         _check_readers(source)
 
@@ -68,8 +68,8 @@ def _check_attributes(source: Source) -> None:
     _require(isinstance(source.name, str) and bool(source.name), f"name is {source.name!r}: a short text")  # pyright: ignore[reportUnnecessaryIsInstance]
     fragments = source.fragments
     if fragments is not None:
-        is_offsets = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
-        _require(is_offsets, "fragments is None, or int64[F + 1]")
+        are_offsets = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
+        _require(are_offsets, "fragments is None, or int64[F + 1]")
         spans_all_rows = int(fragments[0]) == 0 and int(fragments[-1]) == source.num_rows
         _require(spans_all_rows and bool((np.diff(fragments) >= 0).all()), "fragments go up from 0 to num_rows")
     try:
@@ -79,26 +79,26 @@ def _check_attributes(source: Source) -> None:
     _require(json_text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
 
 
-def _check_repeated_reads(source: Source, first_reads: Mapping[int, Any]) -> None:
+def _check_repeated_reads(source: Source, first_rows: Mapping[int, Any]) -> None:
     """Check that rows depend neither on the order of reads nor on changes that a caller makes to them."""
-    indices = np.array(list(first_reads))
+    indices = np.array(list(first_rows))
     for seed in range(2):
         for index in indices[permutation(len(indices), "contract", seed)].tolist():
             row = source.row(index)
-            _require(rows_equal(row, first_reads[index]), f"row({index}) is {row!r} now and was {first_reads[index]!r}")
+            _require(rows_equal(row, first_rows[index]), f"row({index}) is {row!r} now and was {first_rows[index]!r}")
             if not isinstance(source, DatasetSource):
                 _overwrite(row)
         cache().clear()
 
 
-def _check_pickles(source: Source, first_reads: Mapping[int, Any]) -> None:
+def _check_pickles(source: Source, first_rows: Mapping[int, Any]) -> None:
     try:
         unpickled: Source = pickle.loads(pickle.dumps(source))
     except Exception as error:
         raise AssertionError(f"a source pickles, so that worker processes can have it: {error}") from error
     _require(dict(unpickled.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
-    index = next(reversed(first_reads))
-    _require(rows_equal(unpickled.row(index), first_reads[index]), f"row({index}) is another after pickling")
+    index = next(reversed(first_rows))
+    _require(rows_equal(unpickled.row(index), first_rows[index]), f"row({index}) is another after pickling")
 
 
 def _check_locations(source: Source, rows: list[int]) -> None:
@@ -106,11 +106,11 @@ def _check_locations(source: Source, rows: list[int]) -> None:
     _require(len(set(locations)) == len(locations), "locate() says the same of two rows")
 
 
-def _check_tokens(source: Source, column: str, first_reads: Mapping[int, Any]) -> None:
+def _check_tokens(source: Source, column: str, first_rows: Mapping[int, Any]) -> None:
     if not isinstance(source, TokenSource) or source.fragments is None:
         raise AssertionError(f"it has no tokens(column, fragment) to read {column!r} with")
     dtype = source.token_dtype(column)
-    for index, row in first_reads.items():
+    for index, row in first_rows.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, row_in_fragment = source.tokens(column, fragment), index - int(source.fragments[fragment])
         row_tokens = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]

@@ -38,22 +38,22 @@ class XlaAdapter:
             return _xla_tensor(tensor)
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
-        pieces = TensorPieces.from_items(tensor, planner.create_local_plan().items)
-        items_by_offset = pieces.unique_write_items
-        pieces.find_piece = lambda index: planner.resolve_data(items_by_offset[index.offset])
-        return pieces
+        tensor_pieces = TensorPieces.from_items(tensor, planner.create_local_plan().items)
+        items_by_offset = tensor_pieces.unique_write_items
+        tensor_pieces.find_piece = lambda index: planner.resolve_data(items_by_offset[index.offset])
+        return tensor_pieces
 
     def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
-        pieces = self.to_save(tensor)
-        if isinstance(pieces, TensorPieces):
+        tensor_pieces = self.to_save(tensor)
+        if isinstance(tensor_pieces, TensorPieces):
             planner: Any = SPMDLoadPlanner()
             planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
             remove_name = functools.partial(dataclasses.replace, fqn="")
-            pieces.find_piece = lambda index: planner.lookup_tensor(remove_name(index))
-            pieces.commit_piece = lambda item, read: planner.commit_tensor(
+            tensor_pieces.find_piece = lambda index: planner.lookup_tensor(remove_name(index))
+            tensor_pieces.commit_piece = lambda item, read: planner.commit_tensor(
                 dataclasses.replace(item, dest_index=remove_name(item.dest_index)), read
             )
-        return pieces
+        return tensor_pieces
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
         """Make an optimizer's first state by a step with zero gradients: only a step shards the state.
@@ -61,11 +61,11 @@ class XlaAdapter:
         A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
         decay or 0 / 0.
         """
-        copies = {parameter: _copy(parameter) for parameter in parameters_of(optimizer)}
+        parameter_copies = {parameter: _copy_parameter(parameter) for parameter in parameters_of(optimizer)}
         optimizer_copy = _without_hooks(optimizer)
         optimizer_copy.state = defaultdict(dict)
         optimizer_copy.param_groups = [
-            {**group, "params": [copies[parameter] for parameter in group["params"]]}
+            {**group, "params": [parameter_copies[parameter] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
         try:
@@ -76,7 +76,7 @@ class XlaAdapter:
                 f"{class_name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. "
                 f"Run one step of your own before the load, and load the model together with it."
             ) from error
-        return {parameter: optimizer_copy.state[copied] for parameter, copied in copies.items()}
+        return {parameter: optimizer_copy.state[copied] for parameter, copied in parameter_copies.items()}
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -88,7 +88,7 @@ def _xla_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
 
 
-def _copy(parameter: torch.Tensor) -> torch.Tensor:
+def _copy_parameter(parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of a parameter; XLA shards the copy as it has sharded the parameter."""
     return _xla_tensor(parameter).detach().clone().requires_grad_(parameter.requires_grad)
 

@@ -89,10 +89,10 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
 def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
     """Raise ``ValueError`` if the mesh does not put the rows of a host on its own devices, in their order."""
     mesh, spec = sharding.mesh, sharding.partition_spec
-    axes = [_axis_index(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
-    other_axes = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
+    row_axes = [_axis_index(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
+    other_axes = [axis for axis in range(len(mesh.mesh_shape)) if axis not in row_axes]
     if (
-        None in axes
+        None in row_axes
         or any(dim is not None for dim in spec[1:])
         or any(mesh.mesh_shape[axis] > 1 for axis in other_axes)
     ):
@@ -101,10 +101,10 @@ def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
             f"The ShardingSpec has minibatch=True and the partition spec {spec} on a mesh of shape {tuple(mesh.mesh_shape)}: "
             f"torch_xla cuts the rows of the hosts over all devices. Give {(all_axes, *(None,) * (len(spec) - 1))}."
         )
-    devices = mesh.get_logical_mesh().transpose([*axes, *other_axes]).ravel().tolist()
+    devices = mesh.get_logical_mesh().transpose([*row_axes, *other_axes]).ravel().tolist()
     local_devices = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
-    blocks = [devices[start : start + len(local_devices)] for start in range(0, len(devices), len(local_devices))]
-    if local_devices not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
+    host_devices = [devices[start : start + len(local_devices)] for start in range(0, len(devices), len(local_devices))]
+    if local_devices not in (host_devices[host : host + 1] if len(host_devices) == num_hosts else host_devices):
         raise ValueError(
             f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}. The rows of this host, dp rank "
             f"{host} of {num_hosts}, go to its devices {local_devices} in this order, so they would come out in another. Make "

@@ -120,7 +120,7 @@ class Recorded:
             batch = next(iter(loader), None)
             batch = next(iter(loader)) if batch is None else batch
             layout, clock = loader._stream.layout, loader._stream.clock
-            begun = clock.samples_begun(layout.global_batch_size) or layout.global_batch_size
+            begun = clock.samples_in_begun_step(layout.global_batch_size) or layout.global_batch_size
             step = loader.step - (begun == layout.global_batch_size)
             m = begun // layout.micro_step_samples - 1
             first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size

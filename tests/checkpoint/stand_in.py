@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rescale_data.checkpoint.storage.claims import SaveId, find
+from rescale_data.checkpoint.storage.claims import SaveId, find_save
 from rescale_data.checkpoint.storage.store import DiskStore
 
 
@@ -64,7 +64,7 @@ def state_at(step: int = 0, size: int = 300) -> dict[str, Any]:
 
 
 def save_at(path: Path) -> SaveId:
-    save = find(DiskStore(), str(path))
+    save = find_save(DiskStore(), str(path))
     assert save is not None
     return save
 

@@ -273,10 +273,10 @@ def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, el
     failing = second.begin_save(ONLY_STEP)
     with pytest.raises(SupersededError):
         first.commit(ONLY_STEP, save, Manifest(save_id=save.folder))
-    second.abandon(ONLY_STEP, failing)
+    second.discard_save(ONLY_STEP, failing)
     with pytest.raises(SupersededError):
         first.check_not_superseded()
-    assert claims.find(first.store, first.path) is None
+    assert claims.find_save(first.store, first.path) is None
 
 
 @pytest.mark.parametrize("lose", ["rescale_data-", ".metadata"])

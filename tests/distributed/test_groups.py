@@ -80,7 +80,7 @@ def no_group_spans_the_peers_that_share_a_dp_rank() -> None:
     loader = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(loader, 3)
     assert sum(samples_in(loader)) == 36
-    assert communicator_of(loader)._ranks == [me % 2, me % 2 + 2]
+    assert communicator_of(loader)._member_ranks == [me % 2, me % 2 + 2]
 
 
 def the_trainers_own_group_serves_if_it_holds_the_dp_ranks() -> None:

@@ -31,7 +31,7 @@ import rescale_data as rd
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, Inbox, PackedValue, Slabs
 from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.segment import EpochSegment
-from rescale_data.engine.watch import frames, waits_for_batches
+from rescale_data.engine.watch import stacks, waits_for_batches
 from rescale_data.engine.workers import BeginCommand
 from tests.corpus import Hooked, unreadable
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
@@ -292,7 +292,7 @@ class TestHeldReads:
         def connect_slowly(descriptors: Any) -> Any:
             started.append(connect(descriptors))
             for _ in range(10**5):
-                if waits_for_batches(frames().get(main_thread)):
+                if waits_for_batches(stacks().get(main_thread)):
                     os.kill(os.getpid(), signal.SIGINT)
                     break
             while len(started) == 1 and not is_closed():

@@ -111,7 +111,7 @@ class InOneProcess:
 
     def begin(self, segment: WorkerRun) -> None:
         begin = from_bytes(*segment.packed_command)
-        self.status.wanted_command_id = segment.begin_number
+        self.status.wanted_command_id = segment.command_id
         for inbox, worker in zip(segment.inboxes, self.workers, strict=True):
             inbox.messages = cast(Any, Messages(worker, begin))
 

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rescale_data import lease as leases
 from rescale_data.checkpoint.storage import commit
-from rescale_data.checkpoint.storage.claims import ONLY_STEP, SaveId, find
+from rescale_data.checkpoint.storage.claims import ONLY_STEP, SaveId, find_save
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
@@ -183,7 +183,7 @@ class World:
 
     def content(self, path: str) -> bytes | None:
         store = self.place.store
-        save = find(store, path)
+        save = find_save(store, path)
         if save is None:
             return None
         found = {store.read(join(path, name)) for name in read_manifest(store, path, save).files}
@@ -218,7 +218,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (commit, leases):
         monkeypatch.setattr(module, "this_process", lambda: process | {"namespace": f"{next(number)}"})
     monkeypatch.setattr(commit.gc, "collect", lambda: 0)
-    monkeypatch.setattr(leases.Lease, "_renew", lambda _: None)
+    monkeypatch.setattr(leases.Lease, "_renew_until_released", lambda _: None)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 

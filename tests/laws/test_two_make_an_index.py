@@ -178,7 +178,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 
         return call
 
-    scandir, content = os.scandir, leases.Lease._content
+    scandir, content = os.scandir, leases.Lease._lease_json
 
     def listed(path: Any = ".") -> Any:
         if not is_index(path, {}):
@@ -195,7 +195,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         monkeypatch.setattr(os, name, gated(getattr(os, name)))
     monkeypatch.setattr(os, "scandir", listed)
     monkeypatch.setattr(builtins, "open", gated(open))
-    monkeypatch.setattr(leases.Lease, "_content", written)
+    monkeypatch.setattr(leases.Lease, "_lease_json", written)
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +214,7 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[s
         patch.setattr(fragmented.FragmentedSource, "FILES_A_PART", 2)
         patch.setattr(once, "time", SimpleNamespace(sleep=poll))
         patch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(now)))
-        patch.setattr(leases.Lease, "_renew", lambda _: None)
+        patch.setattr(leases.Lease, "_renew_until_released", lambda _: None)
         patch.setattr(leases, "this_process", lambda: {"pid": os.getpid(), "actor": current()})
         gate(patch, tmp_path)
         yield killed

@@ -50,7 +50,7 @@ def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
 
 def assert_visits(batch_shards: BatchShards, shards: list[int]) -> None:
     visited = np.zeros(512, np.int64)  # more than any N here
-    visited[batch_shards.index] += batch_shards.shard_samples
+    visited[batch_shards.rows] += batch_shards.samples_per_shard
     assert (visited == np.bincount(np.array(shards, np.int64), minlength=512)).all()
 
 
@@ -231,7 +231,7 @@ def test_a_step_takes_the_shards_that_have_the_most_left_until_less_than_a_step_
     order, o = most_left_first(remainder.samples_left), remainder.layout.global_batch_size
     steps, has_padding = in_rank_order(remainder.layout, rows_of(remainder)), remainder.pads_last_batch
     assert len(steps) == (-(-len(order) // o) if has_padding else len(order) // o)
-    assert remainder.num_padded == (-len(order) % o if has_padding else 0)
+    assert remainder.num_padding_samples == (-len(order) % o if has_padding else 0)
     for t, rows in enumerate(steps):
         expected = sorted(order[t * o : (t + 1) * o])
         assert [shard for shard, _, is_real in rows if is_real] == expected

@@ -73,9 +73,9 @@ def to_torch_save(
 
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
-        new_file = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.meta_tensors.items()})
-        tree = tree_of(stored.paths_by_name, stored.values() | new_file.tensors, stored.unflatten_hints)
-        store.put(final_path, lambda stream: new_file.write(stream, tree, lambda names: stored.stream(names, budget)))
+        writer = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.meta_tensors.items()})
+        tree = tree_of(stored.paths_by_name, stored.values() | writer.tensors, stored.unflatten_hints)
+        store.put(final_path, lambda stream: writer.write(stream, tree, lambda names: stored.stream(names, budget)))
 
     read_checkpoint(path, write, storage_options=storage_options)
 
@@ -157,21 +157,21 @@ class TorchFileWriter:
         names_by_id = {id(tensor): name for name, tensor in self.tensors.items()}
         tensors = _TensorCollector.collect(tree, set(names_by_id))
         new_tensors = iter(read_tensors([names_by_id[id(tensor)] for tensor in tensors if id(tensor) in names_by_id]))
-        contents = (next(new_tensors) if id(tensor) in names_by_id else _storage(tensor) for tensor in tensors)
+        record_contents = (next(new_tensors) if id(tensor) in names_by_id else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():
                 torch.save(tree, skeleton)
             with zipfile.ZipFile(skeleton) as skeleton_zip, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
                 for record_info in skeleton_zip.infolist():
                     is_data = "/data/" in record_info.filename
-                    record_bytes = as_buffer(next(contents)) if is_data else skeleton_zip.read(record_info)
+                    record_bytes = as_buffer(next(record_contents)) if is_data else skeleton_zip.read(record_info)
                     _write_record(archive, stream, record_info, record_bytes)
 
 
 def as_buffer(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    flat_tensor = tensor.detach().contiguous().reshape(-1)
+    return flat_tensor.view(torch.uint8).numpy().data if flat_tensor.numel() else memoryview(b"")
 
 
 class _TensorCollector(pickle.Pickler):
@@ -196,12 +196,12 @@ class _TensorCollector(pickle.Pickler):
         return "tensor"
 
 
-def _placeholder(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> torch.Tensor:
+def _placeholder(size: torch.Size, dtype: torch.dtype, mapped_pages: mmap.mmap) -> torch.Tensor:
     """Return a placeholder tensor with its own storage, over mapped pages that are never touched."""
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(size, dtype=dtype, device="cpu")
-    return torch.frombuffer(page, dtype=torch.uint8, count=num_bytes).view(dtype).reshape(size)
+    return torch.frombuffer(mapped_pages, dtype=torch.uint8, count=num_bytes).view(dtype).reshape(size)
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:

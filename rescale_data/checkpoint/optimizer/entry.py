@@ -175,9 +175,9 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 def _saved_state_and_groups(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a saved optimizer's tensors, on the meta device, by parameter and in each group."""
     part = saved.subtree(path)
-    layout = tree_of(part.paths, {name: value for name, value in part.values.items() if len(part.paths[name]) > 2})
-    groups = layout.get(GROUPS)
-    return layout.get("state", {}), groups if isinstance(groups, list) else []
+    saved_tree = tree_of(part.paths, {name: value for name, value in part.values.items() if len(part.paths[name]) > 2})
+    groups = saved_tree.get(GROUPS)
+    return saved_tree.get("state", {}), groups if isinstance(groups, list) else []
 
 
 _NUMBERED_PARAMETERS_MESSAGE = (

@@ -92,14 +92,14 @@ class Claims:
     @classmethod
     def read(cls, store: Store, folder: str, *, excluded_owner: OwnerId | None = None) -> Self:
         """List the claims of `folder`, and read the newest finished one."""
-        all_owners = owners(store, folder)
+        all_owners = list_owners(store, folder)
         for owner in reversed(all_owners):
             if owner != excluded_owner and (accepted_saves := read_claim(store, folder, owner)["accepts"]) is not None:
                 return cls(all_owners=all_owners, last_owner=owner, accepts=accepted_saves)
         return cls(all_owners=all_owners)
 
 
-def owners(store: Store, folder: str) -> list[OwnerId]:
+def list_owners(store: Store, folder: str) -> list[OwnerId]:
     """Return the owners that have a claim in `folder`, the oldest first."""
     matches = map(_CLAIM_PATTERN.fullmatch, store.names(join(folder, CLAIMS_FOLDER)))
     return sorted(OwnerId(int(match[1]), match[2]) for match in matches if match)
@@ -158,7 +158,7 @@ def run_and_step(path: str) -> tuple[str, str]:
     return (folder, name) if STEP_PATTERN.fullmatch(name) else (path, ONLY_STEP)
 
 
-def find(store: Store, path: str, run_claims: Claims | None = None) -> SaveId | None:
+def find_save(store: Store, path: str, run_claims: Claims | None = None) -> SaveId | None:
     """Return the save that is the valid checkpoint at `path`; None if there is none, or it is deleted.
 
     Args:

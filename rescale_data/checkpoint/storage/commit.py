@@ -28,8 +28,8 @@ from rescale_data.checkpoint.storage.claims import (
     Claims,
     OwnerId,
     SaveId,
-    find,
-    owners,
+    find_save,
+    list_owners,
     put_claim,
     read_claim,
     run_and_step,
@@ -72,16 +72,16 @@ class Ownership:
         self._committing_save: SaveId | None = None
         self._claims_by_owner: dict[OwnerId, dict[str, Any]] = {}
         self._metrics: dict[SaveId, dict[str, float]] = {}
-        own_saves = [save for save in map(SaveId.from_manifest, store.names(path)) if save]
-        if own_saves and not has_one_checkpoint:
+        saves_in_folder = [save for save in map(SaveId.from_manifest, store.names(path)) if save]
+        if saves_in_folder and not has_one_checkpoint:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
-        if own_saves and run_and_step(path)[1] != ONLY_STEP:
+        if saves_in_folder and run_and_step(path)[1] != ONLY_STEP:
             newest_owner = Claims.read(store, run_and_step(path)[0]).last_owner
-            if any(save.owner == newest_owner for save in own_saves):
+            if any(save.owner == newest_owner for save in saves_in_folder):
                 raise _manager_error(path)
-        earlier_owners = owners(store, path)
+        earlier_owners = list_owners(store, path)
         self._supersede(earlier_owners, wait)
-        owner_numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in own_saves]
+        owner_numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in saves_in_folder]
         self.owner = OwnerId(1 + max(owner_numbers, default=0), uuid.uuid4().hex[:8])
         self._claim: dict[str, Any] = {
             "holder": this_process(),
@@ -114,7 +114,7 @@ class Ownership:
         }
         """The valid save or deletion of each step, by the step's name."""
         self._steps_to_sweep = {
-            name for name, folder_names in names.items() if self._old_names(folder_names, self.saves.get(name))
+            name for name, folder_names in names.items() if self._obsolete_names(folder_names, self.saves.get(name))
         }
         self._steps_to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
         self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._steps_to_restore)}
@@ -127,7 +127,7 @@ class Ownership:
 
     def check_not_superseded(self) -> None:
         """Raise `SupersededError` if another process has opened the folder for writing since (a newer claim)."""
-        newest_owner = max(owners(self.store, self.path), default=self.owner)
+        newest_owner = max(list_owners(self.store, self.path), default=self.owner)
         if newest_owner > self.owner:
             holder = _holder_name(read_claim(self.store, self.path, newest_owner)["holder"])
             raise SupersededError(
@@ -169,13 +169,13 @@ class Ownership:
         self._claim["closed"] = self._holds_one_checkpoint  # by the same request
         self._put_claim()
         self.check_not_superseded()
-        if self._holds_one_checkpoint and find(store, final_path) != save:
+        if self._holds_one_checkpoint and find_save(store, final_path) != save:
             raise _manager_error(final_path)
         self._record_save(step_name, save)
         with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final_path, METADATA), store.read(join(final_path, save.folder, METADATA)))
 
-    def abandon(self, step_name: str, save: SaveId | None) -> None:
+    def discard_save(self, step_name: str, save: SaveId | None) -> None:
         """Remove the data of a failed save, unless its manifest may have been written."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
@@ -248,7 +248,7 @@ class Ownership:
         """Remove obsolete files of a step that nobody reads; True if none are left."""
         final_path, save, step = self._step_folder(step_name), self.saves.get(step_name), self._leased_step(step_name)
         deletion = save if save is not None and save.is_deletion else None
-        obsolete_names = self._old_names(self.store.names(final_path), save)
+        obsolete_names = self._obsolete_names(self.store.names(final_path), save)
         self.check_not_superseded()
         leases = self._readers.live_leases()
         unread_names = [entry for entry in obsolete_names if lease_state(leases, step, save_of(entry)) == "gone"]
@@ -266,7 +266,7 @@ class Ownership:
             del self.saves[step_name]
         return len(unread_names) == len(obsolete_names)
 
-    def _old_names(self, names: list[str], save: SaveId | None) -> list[str]:
+    def _obsolete_names(self, names: list[str], save: SaveId | None) -> list[str]:
         """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
@@ -275,7 +275,7 @@ class Ownership:
     def _is_obsolete(self, other_save: SaveId, save: SaveId | None, names: list[str]) -> bool:
         if other_save.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
             return save is not None and save.owner == self.owner and other_save.save_number < save.save_number
-        claim = self._claim_of(other_save.owner)
+        claim = self._known_claim(other_save.owner)
         if claim.get("url") != self.path:
             return False
         if save is not None:
@@ -286,11 +286,11 @@ class Ownership:
     def _find_begun_deletion(self, names: list[str]) -> SaveId | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
         for save in map(SaveId.from_manifest, names):
-            if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
+            if save and save.is_deletion and self._known_claim(save.owner).get("url") == self.path:
                 return save
         return None
 
-    def _claim_of(self, owner: OwnerId) -> dict[str, Any]:
+    def _known_claim(self, owner: OwnerId) -> dict[str, Any]:
         """Return an owner's claim, read once; empty if missing. In a copied folder it still has the original folder's URL."""
         if owner not in self._claims_by_owner and owner in self._claims.all_owners:
             self._claims_by_owner[owner] = read_claim(self.store, self.path, owner)
@@ -298,7 +298,7 @@ class Ownership:
 
     def _restore_metadata(self, step_name: str) -> None:
         final_path, save = self._step_folder(step_name), self.saves.get(step_name)
-        if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
+        if save is None or save.is_deletion or self._known_claim(save.owner).get("url") != self.path:
             return
         metadata, copy_path = self.store.read(join(final_path, save.folder, METADATA)), join(final_path, METADATA)
         with contextlib.suppress(FileNotFoundError):
@@ -377,13 +377,13 @@ def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
                 raise ValueError(
                     f"{path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif others := [name for name in names if not _is_own_file_name(name)]:
-            raise ValueError(f"{path} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
+        elif foreign := [name for name in names if not _is_name_of_ours(name)]:
+            raise ValueError(f"{path} holds {foreign[:3]} and is no checkpoint; it is not replaced. Give another path.")
     if store.is_link(path):
         _link_files(store, path)
 
 
-def _is_own_file_name(name: str) -> bool:
+def _is_name_of_ours(name: str) -> bool:
     return save_of(name) is not None or name in (CLAIMS_FOLDER, LEASES) or TEMPORARY_SUFFIX.search(name) is not None
 
 

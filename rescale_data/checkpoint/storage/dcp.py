@@ -119,7 +119,7 @@ class TensorPieces(torch.Tensor):
 
         A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
         """
-        return {item.index.offset: item for item in self.write_items if _chunk(item).sizes.numel()}
+        return {item.index.offset: item for item in self.write_items if _chunk_of(item).sizes.numel()}
 
     def detached_copy(self) -> Self:
         """Replace the live pieces by copies; return `self`."""
@@ -132,13 +132,13 @@ class TensorPieces(torch.Tensor):
         return [dataclasses.replace(item, index=with_name(item.index)) for item in self.unique_write_items.values()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(item) for item in self.write_items]
+        return [_chunk_of(item) for item in self.write_items]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.find_piece(index)
 
 
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
     return cast(TensorWriteData, item.tensor_data).chunk
 
 
@@ -240,10 +240,10 @@ class FilesReader(StateReader):
     @functools.cached_property
     def piece_checksums(self) -> dict[str, dict[tuple[int, int], int | None]]:
         """Checksum of each piece, by file name and then by (offset, size), in the order of offsets."""
-        ranges_of: dict[str, list[tuple[int, int]]] = {}
+        file_ranges: dict[str, list[tuple[int, int]]] = {}
         for location in cast(dict[Any, Any], self.metadata.storage_data).values():
-            ranges_of.setdefault(location.relative_path, []).append((location.offset, location.length))
-        return {name: _with_checksums(name, sorted(ranges), self.crc32s(name)) for name, ranges in ranges_of.items()}
+            file_ranges.setdefault(location.relative_path, []).append((location.offset, location.length))
+        return {name: _with_checksums(name, sorted(ranges), self.crc32s(name)) for name, ranges in file_ranges.items()}
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         locations = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]

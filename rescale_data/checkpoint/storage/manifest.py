@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rescale_data.checkpoint.storage.claims import SaveId, find
+from rescale_data.checkpoint.storage.claims import SaveId, find_save
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join
 from rescale_data.checkpoint.tree import UnflattenHints
 from rescale_data.errors import DamagedCheckpointError
@@ -101,7 +101,7 @@ def read_manifest(store: Store, path: str, save: SaveId) -> Manifest:
 
 def manifest_at(store: Store, path: str) -> Manifest | None:
     """Return the manifest of the checkpoint at ``path``, or None if there is no checkpoint."""
-    save = find(store, path)
+    save = find_save(store, path)
     return None if save is None else read_manifest(store, path, save)
 
 

@@ -80,7 +80,7 @@ def _build_metadata(metadata_record: Any) -> dcp.Metadata:
     fields = _fields(metadata_record)
     storage_fields = _fields(fields.get("storage_meta"))
     return dcp.Metadata(
-        {checked(name, str): _value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
+        {checked(name, str): _build_value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
         planner_data=_paths_by_name(fields.get("planner_data")),
         storage_data={
             _index_key(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
@@ -95,15 +95,15 @@ def _fields(record: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", state) if isinstance(state, dict) else {}
 
 
-def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+def _build_value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     fields = _fields(value)
     if "chunks" not in fields:
         return dcp.BytesStorageMetadata()
     chunks = [dcp.ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in map(vars, fields["chunks"])]
-    return dcp.TensorStorageMetadata(_properties(fields["properties"]), _size(fields["size"]), chunks)
+    return dcp.TensorStorageMetadata(_build_properties(fields["properties"]), _size(fields["size"]), chunks)
 
 
-def _properties(properties: Any) -> dcp.TensorProperties:
+def _build_properties(properties: Any) -> dcp.TensorProperties:
     state: Any = getattr(properties, "state", None)
     dtype_record = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
     dtype = dtype_of(dtype_record.pickled_name) if isinstance(dtype_record, RecordType) else dtype_record

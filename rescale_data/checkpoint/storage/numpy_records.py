@@ -22,7 +22,7 @@ _TIME_UNIT_PATTERN = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
 BuildValue = Callable[[Any], Any]
 
 
-def _dtype(build: BuildValue, record: Record) -> np.dtype[Any]:
+def _build_dtype(build: BuildValue, record: Record) -> np.dtype[Any]:
     dtype_code, dtype_state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
     _, order, base_dtype, names, fields, item_size, _, _, unit = dtype_state
     if not (isinstance(dtype_code, str) and _DTYPE_CODE_PATTERN.fullmatch(dtype_code)):
@@ -35,7 +35,7 @@ def _dtype(build: BuildValue, record: Record) -> np.dtype[Any]:
         field_layout = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
         dtype = np.dtype(cast(Any, {**field_layout, "itemsize": item_size}))
     elif dtype_code[0] in "mM" and unit is not None:
-        dtype = np.dtype(f"{dtype_code}{_unit(build(unit[1]))}")
+        dtype = np.dtype(f"{dtype_code}{_time_unit(build(unit[1]))}")
     else:
         dtype = np.dtype(dtype_code)
     if dtype.hasobject and dtype != np.dtype(object):
@@ -43,7 +43,7 @@ def _dtype(build: BuildValue, record: Record) -> np.dtype[Any]:
     return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 
 
-def _unit(unit: Any) -> str:
+def _time_unit(unit: Any) -> str:
     """Return the unit of a time dtype as text, ``[25s]`` for ``(b"s", 25, 1, 1)``."""
     name, multiple, *_ = unit
     unit_name = name.decode() if isinstance(name, bytes) else name
@@ -52,7 +52,7 @@ def _unit(unit: Any) -> str:
     return "" if unit_name == "generic" else f"[{multiple}{unit_name}]"
 
 
-def _array(build: BuildValue, record: Record) -> np.ndarray[Any, Any]:
+def _build_array(build: BuildValue, record: Record) -> np.ndarray[Any, Any]:
     _, shape, dtype, fortran, data = record.state
     checked_dtype, sizes, order = checked(build(dtype), np.dtype), checked_sizes(shape), "F" if fortran is True else "C"
     if checked_dtype.hasobject:
@@ -65,7 +65,7 @@ def _array(build: BuildValue, record: Record) -> np.ndarray[Any, Any]:
     return _array_from_bytes(sizes, checked_dtype, build(data), order)
 
 
-def _scalar(build: BuildValue, record: Record) -> Any:
+def _build_scalar(build: BuildValue, record: Record) -> Any:
     dtype, data = record.args
     checked_dtype = checked(build(dtype), np.dtype)
     if checked_dtype.hasobject:
@@ -96,7 +96,7 @@ def _refuse_invalid_text(array: np.ndarray[Any, Any]) -> None:
 
 
 CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
-    "numpy.dtype": _dtype,
-    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
-    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    "numpy.dtype": _build_dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _build_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _build_scalar for core in ("core", "_core")},
 }

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import STEP_PATTERN, SaveId, find, save_of
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, SaveId, find_save, save_of
 from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerFormatError, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
@@ -63,7 +63,7 @@ class CheckpointReader(dcp.FilesReader):
     def is_replaced(self) -> bool:
         """True if the checkpoint was replaced by another save or deleted since it was opened."""
         with suppress(OSError, ValueError):
-            return find(self.store, self.path) != self.found_save
+            return find_save(self.store, self.path) != self.found_save
         return False
 
 
@@ -120,7 +120,7 @@ def read_checkpoint(
         allow_other_tools: False for checkpoints that have a manifest alone.
 
     Raises:
-        AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
+        NoCheckpointError: a ``FileNotFoundError``: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
     """
     ranks = ranks or Ranks(single_process=True)

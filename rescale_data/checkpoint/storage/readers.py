@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from rescale_data.checkpoint.storage.claims import SaveId, find, run_and_step
+from rescale_data.checkpoint.storage.claims import SaveId, find_save, run_and_step
 from rescale_data.checkpoint.storage.store import Store, join
 from rescale_data.lease import HolderState, Lease, LeaseObserver
 
@@ -24,7 +24,7 @@ LEASES = ".leases"
 @contextlib.contextmanager
 def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None, SaveId | None]]:
     """Yield a lease (None if none can be written) and the valid save of the checkpoint at `path` (None if none)."""
-    if store.can_rename and find(store, path) is None:
+    if store.can_rename and find_save(store, path) is None:
         yield None, None  # no folder for leases is made where there is no checkpoint of ours
         return
     folder, step_name = run_and_step(path)
@@ -35,7 +35,7 @@ def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None
     except Exception as error:
         logger.debug("No lease on %s: %s. An owner that deletes there cannot see this reader.", path, error)
     with lease or contextlib.nullcontext():
-        save = find(store, path)
+        save = find_save(store, path)
         if lease is not None and save is not None:
             lease.rewrite({"step": step_name, "save": save.folder})
         yield lease, save

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Claims, SaveId, find
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Claims, SaveId, find_save
 from rescale_data.checkpoint.storage.commit import metrics_of
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -40,7 +40,7 @@ class RunFolder:
         steps = self.steps_with_folder()
         run_claims = Claims.read(self.store, self.path) if steps else Claims()
         for step in reversed(steps):
-            if save := find(self.store, self.checkpoint_path(step), run_claims):
+            if save := find_save(self.store, self.checkpoint_path(step), run_claims):
                 yield step, save
 
     def steps(self) -> list[int]:

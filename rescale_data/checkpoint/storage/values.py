@@ -203,7 +203,7 @@ class _Builder:
         return instance
 
 
-def _dict(build: _Builder, record: Record) -> Any:
+def _build_dict(build: _Builder, record: Record) -> Any:
     mapping = build.register(
         record, {"OrderedDict": OrderedDict, "Counter": Counter}[type(record).__name__](*build.build_all(record.args))
     )
@@ -231,9 +231,9 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-def _tensor(build: _Builder, record: Record) -> torch.Tensor:
+def _build_tensor(build: _Builder, record: Record) -> torch.Tensor:
     """Build a tensor from (storage, offset, size, stride, requires_grad, hooks[, dtype][, metadata])."""
-    storage, start, size, stride, grad, _, *extra_args = record.args
+    storage, start, size, stride, requires_grad, _, *extra_args = record.args
     if not isinstance(storage, _Storage):
         raise ValueError(f"a tensor of {storage!r}")
     stored_dtype = cast(torch.dtype, build(extra_args.pop(0))) if record.pickled_name.endswith("v3") else storage.dtype
@@ -250,15 +250,15 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
         tensor = tensor.conj()
     if metadata and metadata.get("neg"):
         tensor = -tensor  # of its bytes, a copy
-    return tensor.requires_grad_() if grad is True else tensor
+    return tensor.requires_grad_() if requires_grad is True else tensor
 
 
-def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
-    tensor_record, grad, _ = record.args
-    return torch.nn.Parameter(checked(build(tensor_record), torch.Tensor), requires_grad=grad is True)
+def _build_parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
+    tensor_record, requires_grad, _ = record.args
+    return torch.nn.Parameter(checked(build(tensor_record), torch.Tensor), requires_grad=requires_grad is True)
 
 
-def _tensor_with_attributes(build: _Builder, record: Record) -> torch.Tensor:
+def _build_tensor_with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     """Build a tensor with attributes from (function, class, arguments, attributes)."""
     function, cls, args, state = record.args
     if cls.pickled_name not in _CLASS_NAMES:
@@ -268,11 +268,11 @@ def _tensor_with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     return tensor
 
 
-def _cpu_tensor(build: _Builder, record: Record) -> torch.Tensor:
+def _build_cpu_tensor(build: _Builder, record: Record) -> torch.Tensor:
     return checked(build(record.args[0]), torch.Tensor)
 
 
-def _enum_member(build: _Builder, record: Record) -> Any:
+def _build_enum_member(build: _Builder, record: Record) -> Any:
     """Return the member of an enum that the user has allowed, from (class, name), as Python 3.11.0 to 3.11.3 write it."""
     enum_class, member_name = build.build_all(record.args)
     if not isinstance(enum_class, EnumType) or member_name not in enum_class.__members__:
@@ -297,23 +297,23 @@ _DTYPE_BY_STORAGE: dict[str, torch.dtype | None] = {
 }
 _CLASS_NAMES = {*_DTYPE_BY_STORAGE, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
 _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
-    "builtins.getattr": _enum_member,
+    "builtins.getattr": _build_enum_member,
     "builtins.set": lambda build, record: set(build(record.args[0]) if record.args else ()),
     "builtins.frozenset": lambda build, record: frozenset(build(record.args[0]) if record.args else ()),
     "builtins.bytes": _checked_call(bytes, ()),
     "builtins.bytearray": _checked_call(lambda *content: bytearray(*content[:1]), (), (bytes,)),
     "builtins.complex": _checked_call(complex, (float, float)),
     "_codecs.encode": _checked_call(_encode_latin1, (str, str)),
-    "collections.OrderedDict": _dict,
-    "collections.Counter": _dict,
+    "collections.OrderedDict": _build_dict,
+    "collections.Counter": _build_dict,
     "torch.Size": lambda build, record: torch.Size(checked_sizes(build(record.args[0]))),
     "torch.device": _checked_call(torch.device, (str,), (str, int)),
     "torch.serialization._get_layout": _checked_call({str(torch.strided): torch.strided}.__getitem__, (str,)),
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,
-    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
+    "torch._utils._rebuild_tensor_v2": _build_tensor,
+    "torch._utils._rebuild_tensor_v3": _build_tensor,
+    "torch._utils._rebuild_parameter": _build_parameter,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _build_cpu_tensor,
+    "torch._tensor._rebuild_from_type_v2": _build_tensor_with_attributes,
     **numpy_records.CONSTRUCTORS,
 }
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, digest, gloo, meet_at_barrier
-from rescale_data.engine.threads import in_a_thread
+from rescale_data.engine.threads import run_in_thread
 
 T = TypeVar("T", bound=np.generic)
 _SECONDS_AFTER_A_FAILURE = 10.0
@@ -63,7 +63,7 @@ class Communicator:
     """
 
     def __init__(self, store: Any, my_index: int, member_ranks: Sequence[int]) -> None:
-        self._store, self._me, self._ranks, self._process_id = store, my_index, list(member_ranks), os.getpid()
+        self._store, self._me, self._member_ranks, self._process_id = store, my_index, list(member_ranks), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
         self._subgroups = dict[str, Communicator]()
@@ -77,20 +77,20 @@ class Communicator:
         """Return the communicator of some of these processes, including this one; made once, with a gloo group of its own."""
         name = f"part/{digest(list(members))}"
         if name not in self._subgroups:
-            names = [self._ranks[index] for index in members]
+            names = [self._member_ranks[index] for index in members]
             self._subgroups[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
         return self._subgroups[name]
 
     def begin_gather(self, call: Call, values: npt.NDArray[T]) -> Callable[[], npt.NDArray[T]]:
         """Send an array to all processes; return a function that waits for the arrays of all, of one shape, and stacks them."""
-        gathered = np.empty((len(self._ranks), *values.shape), values.dtype)
+        gathered = np.empty((len(self._member_ranks), *values.shape), values.dtype)
         gathered[self._me] = values
         tensor, rows = torch.from_numpy(gathered[self._me].copy()), torch.from_numpy(gathered)
-        indices = [index for index in range(len(self._ranks)) if index != self._me]
-        result = self._begin_call(call, dict.fromkeys(indices, tensor), {index: rows[index] for index in indices})
+        indices = [index for index in range(len(self._member_ranks)) if index != self._me]
+        await_all = self._begin_call(call, dict.fromkeys(indices, tensor), {index: rows[index] for index in indices})
 
         def wait() -> npt.NDArray[T]:
-            result()
+            await_all()
             return gathered
 
         return wait
@@ -106,7 +106,7 @@ class Communicator:
         group = self._find_group(call)
         exchange = group.begin(call, sends, receives)
 
-        def result() -> None:
+        def await_all() -> None:
             try:
                 group.end(exchange, call.seconds)
                 return
@@ -117,20 +117,20 @@ class Communicator:
                 reason = str(error)
             # The error is freed here. Its frames held the connections open; the others notice that these close.
             missing = self._find_missing(group.meeting_number, call)
-            if missing is None or self._ranks[self._me] not in missing:
-                raise self._failure(call, missing, reason)
+            if missing is None or self._member_ranks[self._me] not in missing:
+                raise self._exchange_error(call, missing, reason)
             # The other processes gave up the gloo group of this exchange before this process came: once more
             self._begin_call(call, sends, receives)()
 
-        return result
+        return await_all
 
     def _find_group(self, call: Call) -> _Group:
         def find() -> _Group:
             with self._group_lock:
                 if self._group is None:
-                    _, number = meet_at_barrier(self._store, self._me, self._ranks, call.seconds)
+                    _, number = meet_at_barrier(self._store, self._me, self._member_ranks, call.seconds)
                     try:
-                        self._group = _Group(self._store, number, self._me, len(self._ranks), call.seconds)
+                        self._group = _Group(self._store, number, self._me, len(self._member_ranks), call.seconds)
                     except (RuntimeError, dist.DistError):
                         raise MissingRanks(self._find_missing(number, call)) from None
                 return self._group
@@ -139,7 +139,7 @@ class Communicator:
         try:
             return call_within(3 * call.seconds + 20, find) if group is None else group
         except MissingRanks as missing:
-            raise self._failure(call, missing.ranks, "it did not begin") from missing.__cause__
+            raise self._exchange_error(call, missing.ranks, "it did not begin") from missing.__cause__
 
     def _discard_group(self, group: _Group) -> None:
         group.close()
@@ -151,13 +151,13 @@ class Communicator:
         seconds, own_tag = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
-            tags = call_within(2 * seconds + 10, lambda: arrive(store, self._me, self._ranks, seconds, own_tag))
+            tags = call_within(2 * seconds + 10, lambda: arrive(store, self._me, self._member_ranks, seconds, own_tag))
         except MissingRanks as missing:
             return missing.ranks
-        me = self._ranks[self._me]  # another thread of this process may have seen another exchange fail
-        return [rank for rank, tag in zip(self._ranks, tags, strict=True) if tag != own_tag and rank != me]
+        me = self._member_ranks[self._me]  # another thread of this process may have seen another exchange fail
+        return [rank for rank, tag in zip(self._member_ranks, tags, strict=True) if tag != own_tag and rank != me]
 
-    def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
+    def _exchange_error(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
             explanation = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
@@ -165,7 +165,7 @@ class Communicator:
         else:
             explanation = "although all ranks came: some came as others gave up, or the network failed"
         return RuntimeError(
-            f"A collective of the data loader failed on rank {self._ranks[self._me]} after at most {call.seconds:g} s, "
+            f"A collective of the data loader failed on rank {self._member_ranks[self._me]} after at most {call.seconds:g} s, "
             f"{explanation}. {call.remedy} ({reason})"
         )
 
@@ -190,7 +190,7 @@ class _Group:
     def __init__(self, store: Any, number: int, my_index: int, size: int, seconds: float) -> None:
         self.meeting_number = number
         self._gloo: Any = gloo(f"gloo/{number}", store, my_index, size, seconds)
-        self._begun: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
+        self._open: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
 
     def begin(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> _Exchange:
         """Start to receive tensors from some processes and to send tensors to some, by index."""
@@ -199,7 +199,7 @@ class _Group:
         if group is None:
             exchange.error = RuntimeError("another thread has found the network of this exchange broken")
             return exchange
-        self._begun.add(exchange)
+        self._open.add(exchange)
         recv_calls = [partial(group.recv, [tensor], index, call.tag) for index, tensor in receives.items()]
         send_calls = [partial(group.send, [tensor], index, call.tag) for index, tensor in sends.items()]
         for start in recv_calls + send_calls:  # also after one that fails: the living processes wait for their tensors
@@ -218,12 +218,12 @@ class _Group:
             for work in works:
                 work.wait(datetime.timedelta(seconds=max(0.001, deadline - monotonic())))
 
-        in_a_thread(wait)
-        self._begun.discard(exchange)
+        run_in_thread(wait)
+        self._open.discard(exchange)
 
     def close(self) -> None:
         """Close the connections; the other processes notice it."""
         self._gloo = None
-        for exchange in self._begun:
+        for exchange in self._open:
             exchange.works.clear()  # each handle holds the group
-        self._begun.clear()
+        self._open.clear()

@@ -43,7 +43,7 @@ def find_ranks(
     if not has_group or (dist.get_world_size() == 1 and mesh is None):
         return Ranks(dp_rank or 0, dp_world_size or 1, assumes_one_rank=True)
     rank_and_size = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
-    members = _members_of(mesh) if rank_and_size is None else members_by_dp_rank(*rank_and_size, timeout)
+    members = _dp_members(mesh) if rank_and_size is None else members_by_dp_rank(*rank_and_size, timeout)
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh
@@ -87,7 +87,7 @@ def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | N
         )
 
 
-def _members_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
+def _dp_members(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
     if mesh is None:
         num_ranks = dist.get_world_size()
         _logger.info(

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from rescale_data.engine.threads import in_a_thread
+from rescale_data.engine.threads import run_in_thread
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def meet_at_barrier(
         The texts of all members, and the number of the attempt, which no other meeting in this store has.
 
     Raises:
-        Missing: Some member did not come. All members that came raise it, with the same ranks.
+        MissingRanks: Some member did not come. All members that came raise it, with the same ranks.
     """
     attempt_number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
     try:
@@ -64,7 +64,7 @@ def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: floa
     members, and writes these as the verdict. The first verdict holds, also for a member that comes later.
 
     Raises:
-        Missing: As in `meet_at_barrier`.
+        MissingRanks: As in `meet_at_barrier`.
     """
     store.append("came", f"{my_index} {own_text}\n")
     verdict, deadline, is_late = _write_verdict(store, len(member_ranks), is_late=False), monotonic() + seconds, False
@@ -78,13 +78,13 @@ def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: floa
     outcome, *lines = verdict.splitlines()
     if outcome == "missing":
         raise MissingRanks([member_ranks[int(index)] for index in lines])
-    return [texts for _, texts in sorted(_texts_by_member(lines).items())]
+    return [text for _, text in sorted(_text_by_member(lines).items())]
 
 
 def _write_verdict(store: Any, num_members: int, *, is_late: bool) -> str:
     """Write the outcome of a barrier to the store unless it has one; return the outcome, empty if there is none yet."""
     arrived_text = _read(store, "came")
-    missing = sorted({*range(num_members)} - {*_texts_by_member(arrived_text.splitlines())})
+    missing = sorted({*range(num_members)} - {*_text_by_member(arrived_text.splitlines())})
     if missing and not is_late:
         return ""
     verdict = "\n".join(["missing", *map(str, missing)]) if is_late else f"all\n{arrived_text}"
@@ -96,7 +96,7 @@ def _read(store: Any, key: str) -> str:
     return store.compare_set(key, _ABSENT_TEXT, _ABSENT_TEXT).decode()
 
 
-def _texts_by_member(lines: Sequence[str]) -> dict[int, str]:
+def _text_by_member(lines: Sequence[str]) -> dict[int, str]:
     """Return the texts of the members that have arrived, by the index of the member."""
     return {int(index): text for index, _, text in (line.partition(" ") for line in lines)}
 
@@ -116,7 +116,7 @@ def call_within(seconds: float, work: Callable[[], T]) -> T:
     quarter of an hour. So a thread of its own does the work, and only that thread is left waiting.
     """
     try:
-        return in_a_thread(work, seconds)
+        return run_in_thread(work, seconds)
     except Empty:
         raise MissingRanks(None) from None
     except (RuntimeError, dist.DistError) as error:
@@ -143,8 +143,8 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
             f"dp_rank={sizes.index(max(sizes))} to {max(sizes)}. Give each dp rank to as many, its peers, or pass "
             f"mesh= of the dp ranks in place of dp_rank= and dp_world_size=."
         )
-    own_position = groups[dp_rank].index(me)
-    return [group[own_position] for group in groups]
+    index_in_dp_rank = groups[dp_rank].index(me)
+    return [group[index_in_dp_rank] for group in groups]
 
 
 def make_once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:

@@ -58,7 +58,7 @@ class Ranks:
     assumes_one_rank: bool = False
     _purpose: Purpose = "read"
     _position_in_run: tuple[int, ...] = ()
-    _state_loads: list[int] = field(default_factory=list[int])
+    _agreed_loads: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
         """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
@@ -89,7 +89,7 @@ class Ranks:
     @property
     def with_load_counted(self) -> Ranks:
         """The same ranks after a load or a reset; their exchanges do not mix with earlier ones."""
-        return replace(self, num_state_loads=max(self.num_state_loads, *self._state_loads, 0) + 1, _state_loads=[])
+        return replace(self, num_state_loads=max(self.num_state_loads, *self._agreed_loads, 0) + 1, _agreed_loads=[])
 
     def subset(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and with this one, as ranks that exchange over a group of their own."""
@@ -171,9 +171,9 @@ class Ranks:
     def _begin_gather(self, values: npt.NDArray[T], content: str) -> Callable[[], npt.NDArray[T]]:
         if self.communicator is None:
             return lambda: values[None]
-        return self.communicator.begin_gather(self._call(content), values)
+        return self.communicator.begin_gather(self._make_call(content), values)
 
-    def _call(self, content: str) -> Call:
+    def _make_call(self, content: str) -> Call:
         name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
         if self._purpose != "read":
             return Call(name, self.timeout, remedy)
@@ -181,12 +181,12 @@ class Ranks:
 
     def _agreed_state_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
-        if self.num_state_loads > 1 and not self._state_loads and self.communicator is not None:
+        if self.num_state_loads > 1 and not self._agreed_loads and self.communicator is not None:
             call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
-            self._state_loads.append(
+            self._agreed_loads.append(
                 int(self.communicator.begin_gather(call, np.array([self.num_state_loads]))().max())
             )
-        return self._state_loads[0] if self._state_loads else self.num_state_loads
+        return self._agreed_loads[0] if self._agreed_loads else self.num_state_loads
 
 
 def other_rank_error(*, wrong_rows: bool) -> Exception:

@@ -41,8 +41,8 @@ def join_added_files(stream: Stream, growth: Growth, table: Ints, formats: Versi
         return growth.histories
     schema, paths = stream.schema, list(growth.added_files)
     epochs_read = _last_epochs_read(stream, table, {**growth.all_histories(schema), **formats}, paths)
-    pairs = zip(paths, epochs_read, strict=True)
-    epochs = {path: max(_next_epoch(schema, table, path), epoch + 1) for path, epoch in pairs}
+    paths_and_epochs = zip(paths, epochs_read, strict=True)
+    epochs = {path: max(_next_epoch(schema, table, path), epoch + 1) for path, epoch in paths_and_epochs}
     if any((reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     for path, added in growth.added_files.items():
@@ -59,11 +59,11 @@ def _last_epochs_read(stream: Stream, table: Ints, histories: VersionLogs, paths
     ranks = stream.ranks.for_purpose("load")
     shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
-    def own_last_epochs() -> list[int]:
-        by_shard = [_last_epochs_of(stream, shard, table[[shard]], histories) for shard in shards]
-        return [max((epochs.get(path, -1) for epochs in by_shard), default=-1) for path in paths]
+    def find_last_epochs() -> list[int]:
+        epochs_by_shard = [_last_epochs_of(stream, shard, table[[shard]], histories) for shard in shards]
+        return [max((epochs.get(path, -1) for epochs in epochs_by_shard), default=-1) for path in paths]
 
-    return ranks.gather_ints(call_on_all_ranks(ranks, own_last_epochs)).max(axis=0).tolist()
+    return ranks.gather_ints(call_on_all_ranks(ranks, find_last_epochs)).max(axis=0).tolist()
 
 
 def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: VersionLogs) -> dict[str, int]:

@@ -132,21 +132,22 @@ def adapt_positions(stream: Stream, saved_parameters: NodeParameters, table: Int
     for path, node, positions in schema.nodes_with_slots(table):
         history: VersionLog = []
         name = path_name(path)
-        old = saved_parameters.get(name)
-        if old is not None and isinstance(node, Mixes):
-            node.check_change(old, positions)
-            history = list(node.earlier_parameters(old, positions))
+        saved = saved_parameters.get(name)
+        if saved is not None and isinstance(node, Mixes):
+            node.check_change(saved, positions)
+            history = list(node.earlier_parameters(saved, positions))
         # samples that are read again keep their format
-        if old is not None and isinstance(node, HasFormat) and _is_never_reread(schema.root, path):
+        if saved is not None and isinstance(node, HasFormat) and _is_never_reread(schema.root, path):
             new_parameters = schema.pipeline[name]
-            history = [(int(sample), old_format) for sample, old_format in old.get(EARLIER_PARAMETERS_KEY, ())]
-            changed_keys = [key for key in sorted(node.FORMAT) if old.get(key) != new_parameters.get(key)]
+            history = [(int(sample), earlier) for sample, earlier in saved.get(EARLIER_PARAMETERS_KEY, ())]
+            changed_keys = [key for key in sorted(node.FORMAT) if saved.get(key) != new_parameters.get(key)]
             format_changes += [
-                f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
+                f"{name}: {key} was {saved.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
                 for key in changed_keys
             ]
             if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
-                history = [*history, (samples, _format_of(old, history, samples, len(table)))][-_MAX_EARLIER_FORMATS:]
+                old_format = _old_format(saved, history, samples, len(table))
+                history = [*history, (samples, old_format)][-_MAX_EARLIER_FORMATS:]
                 node.convert_sample_format(positions)
         if history:
             histories[name] = history
@@ -158,8 +159,8 @@ def adapt_positions(stream: Stream, saved_parameters: NodeParameters, table: Int
     return histories
 
 
-def _format_of(old_parameters: Mapping[str, Any], history: VersionLog, samples: int, num_shards: int) -> dict[str, Any]:
+def _old_format(parameters: Mapping[str, Any], history: VersionLog, samples: int, num_shards: int) -> dict[str, Any]:
     first_sample, num_tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
-    format_values = {key: old_parameters[key] for key in WINDOW_PARAMETERS if key in old_parameters}
-    num_tokens += (samples - first_sample) * old_parameters["seq_len"]
+    format_values = {key: parameters[key] for key in WINDOW_PARAMETERS if key in parameters}
+    num_tokens += (samples - first_sample) * parameters["seq_len"]
     return {**format_values, "tokens": num_tokens, "shards": num_shards}

@@ -106,7 +106,7 @@ def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
 def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state at the end of an epoch moved to the start of the next epoch; any other state unchanged."""
     table, header = state[TABLE], json.loads(state[HEADER])
-    (remainder_column,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER_COLUMN].key]
+    (remainder_column,) = _slots_by_key(fields_in(header))[LOADER_FIELDS[REMAINDER_COLUMN].key]
     if not bool((table[:, remainder_column] == EPOCH_ENDED).all()):
         return dict(state)
     table = table.clone()
@@ -130,7 +130,7 @@ def decode(state: Mapping[str, Any]) -> SavedState:
     """Return the checked header and table of a state; raise ``DataStateError`` if it is not the state of a loader."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"The state is a {type(state).__name__}. {_REMEDY}")
-    _require_names(state, (TABLE, HEADER), "state")
+    _require_keys(state, (TABLE, HEADER), "state")
     header, table = read_header(state[HEADER]), state[TABLE]
     if not isinstance(table, torch.Tensor):
         raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_REMEDY}")
@@ -148,13 +148,13 @@ def read_header(text: Any) -> dict[str, Any]:
         header = json.loads(text)
     except (TypeError, ValueError) as error:
         raise DataStateError(f"The header of the state is not the JSON that was saved: {error}. {_REMEDY}") from error
-    _require_names(header, ("version",), "header of the state")
+    _require_keys(header, ("version",), "header of the state")
     if header["version"] != VERSION:
         raise DataStateError(
             f"The state has format version {header['version']}, this rescale_data reads the version {VERSION}. Load it with "
             f"the release that saved it."
         )
-    _require_names(header, (*_SIZE_KEYS, *_COUNT_KEYS, *_OTHER_KEYS), "header of the state")
+    _require_keys(header, (*_SIZE_KEYS, *_COUNT_KEYS, *_OTHER_KEYS), "header of the state")
     for name in (*_SIZE_KEYS, *_COUNT_KEYS):
         if not isinstance(header[name], int) or not (name in _SIZE_KEYS) <= header[name] < STAMP_LIMIT:
             raise DataStateError(f"The state counts {header[name]!r} {name}: {_DAMAGE_ADVICE}")
@@ -181,15 +181,15 @@ def table_of(schema: Schema, saved: SavedState, added: Sequence[ChangedChild]) -
     Args:
         added: The children that have come since the save: they begin at their first row.
     """
-    from_slots, to_slots = _slots(saved.fields), _slots(schema.fields)
-    (stamp,) = from_slots[STAMP.key]
+    saved_slots, to_slots = _slots_by_key(saved.fields), _slots_by_key(schema.fields)
+    (stamp,) = saved_slots[STAMP.key]
     _require_valid_row_stamps(saved.table[:, stamp], saved.header["samples"])
-    if [*from_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
+    if [*saved_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
-    table, kept_keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
-    added_keys = [key for key in to_slots if key not in from_slots and any(key in child.own_fields for child in added)]
+    table, kept_keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in saved_slots]
+    added_keys = [key for key in to_slots if key not in saved_slots and any(key in child.own_fields for child in added)]
     table[:, [slot for key in added_keys for slot in to_slots[key]]] = 0
-    old_slots, new_slots = ([slot for key in kept_keys for slot in slots[key]] for slots in (from_slots, to_slots))
+    old_slots, new_slots = ([slot for key in kept_keys for slot in slots[key]] for slots in (saved_slots, to_slots))
     table[:, new_slots] = saved.table[:, old_slots]
     return table
 
@@ -199,14 +199,14 @@ def has_remainder(table: Ints) -> bool:
     return bool((table[:, REMAINDER_COLUMN] > NO_REMAINDER).any())
 
 
-def _slots(fields: Sequence[Field]) -> dict[str, range]:
+def _slots_by_key(fields: Sequence[Field]) -> dict[str, range]:
     return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, slot_offsets(fields), strict=False)}
 
 
-def _require_names(saved_values: Any, names: Iterable[str], container: str) -> None:
-    missing_names = sorted(set(names).difference(saved_values)) if isinstance(saved_values, Mapping) else list(names)
-    if missing_names:
-        raise DataStateError(f"The {container} lacks {missing_names}. {_REMEDY}")
+def _require_keys(saved_values: Any, names: Iterable[str], container: str) -> None:
+    missing_keys = sorted(set(names).difference(saved_values)) if isinstance(saved_values, Mapping) else list(names)
+    if missing_keys:
+        raise DataStateError(f"The {container} lacks {missing_keys}. {_REMEDY}")
 
 
 def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:

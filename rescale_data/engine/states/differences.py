@@ -13,14 +13,14 @@ from rescale_data.nodes.below import may_change
 from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY
 from rescale_data.nodes.function import CODE_KEY, VERSION
 
-_MAX_SHOWN = 5
+_MAX_SHOWN_LINES = 5
 
 
 def differences(saved: Any, current: Any) -> list[str]:
     """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
     diff_lines = [] if saved == current else _compare("", saved, current)
-    return diff_lines[:_MAX_SHOWN] + (
-        [f"and {len(diff_lines) - _MAX_SHOWN} more"] if len(diff_lines) > _MAX_SHOWN else []
+    return diff_lines[:_MAX_SHOWN_LINES] + (
+        [f"and {len(diff_lines) - _MAX_SHOWN_LINES} more"] if len(diff_lines) > _MAX_SHOWN_LINES else []
     )
 
 

@@ -56,27 +56,27 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
     Args:
         saved: The saved sources, by the path of the node that reads each.
     """
-    histories, sources, own_manifests = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
+    histories, sources, new_manifests = {path: history_of(value) for path, value in saved.items()}, schema.sources(), {}
     if saved == json.loads(schema.sources_json):
         return Growth(histories, {})
     old_manifests, added_files = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
-        own_manifests[path] = manifest
+        new_manifests[path] = manifest
         if path in old_manifests and isinstance(sources[path], FiledSource) and old_manifests[path] != manifest:
             old_manifests[path], manifest = _file_manifests(sources[path], old_manifests[path], manifest)
             added = _added_file_names(old_manifests[path], manifest)
-            own_manifests[path] = _without_files(manifest, added)
+            new_manifests[path] = _without_files(manifest, added)
             added_files |= {path: added} if added else {}
-    changed = differences(json_round_trip(old_manifests), json_round_trip(own_manifests))
-    if any(FOLDERS in old_manifests[path] and old_manifests[path] != own_manifests.get(path) for path in old_manifests):
-        changed.append("the index that lists the files of then is no longer in index_dir")
-    if changed:
+    changes = differences(json_round_trip(old_manifests), json_round_trip(new_manifests))
+    if any(FOLDERS in old_manifests[path] and old_manifests[path] != new_manifests.get(path) for path in old_manifests):
+        changes.append("the index that lists the files of then is no longer in index_dir")
+    if changes:
         if any(_is_below_another_root(old_manifests.get(path, {}), now) for path, now in schema.manifests.items()):
-            changed.append(
+            changes.append(
                 "files of a list are named below the folder that all share, now another one; a folder or a glob keeps its names"
             )
         raise DataStateError(
-            f"The sources differ from those of the checkpoint: {'; '.join(changed)}. Positions in other data mean other rows: "
+            f"The sources differ from those of the checkpoint: {'; '.join(changes)}. Positions in other data mean other rows: "
             f"restore the files, or begin a new run."
         )
     return Growth(histories, added_files)
@@ -109,7 +109,7 @@ def _drop_passed_epochs(history: VersionLog, schema: Schema, table: Ints, path: 
     return [entry for entry, later in zip(history, [*history[1:], None], strict=True) if not later or later[0] > lowest]
 
 
-def parse(value: Any) -> VersionLog:
+def history_of(value: Any) -> VersionLog:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, from its value in a state."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
 

@@ -102,7 +102,8 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
             table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     histories = join_added_files(stream, translated.growth, table, formats)
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **formats})  # from here on nothing raises
+    # From here on nothing raises
+    stream.schema.use_histories({**needed_manifests(histories, stream.schema, table), **formats})
     if pipeline_changed:
         _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
     stream.load(table, loaded_clock)
@@ -146,26 +147,26 @@ def _require_fit(stream: Stream, header: Mapping[str, Any]) -> StateTranslation:
     schema, pipeline = stream.schema, stream.schema.pipeline
     removed, added = node_changes(schema, header["pipeline"])
 
-    def translated(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-        common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
-        return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
+    def translate(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
+        return {**kept, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
 
     saved_fields, fields = (
         {field.key: field.describe() for field in fields} for fields in (fields_in(header), (STAMP, *schema.fields))
     )
-    _require_same("fields", translated(saved_fields, fields), fields)
-    growth = compare_sources(schema, translated(header["sources"], json.loads(schema.sources_json)))
-    saved_pipeline = translated(header["pipeline"], pipeline)
+    _require_same("fields", translate(saved_fields, fields), fields)
+    growth = compare_sources(schema, translate(header["sources"], json.loads(schema.sources_json)))
+    saved_pipeline = translate(header["pipeline"], pipeline)
     pipelines = without_functions(saved_pipeline, pipeline)
     _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
     return StateTranslation(saved_pipeline, added, removed, growth)
 
 
 def _require_same(name: str, saved: Any, current: Any) -> None:
-    different = differences(saved, current)
-    if different:
+    difference_lines = differences(saved, current)
+    if difference_lines:
         raise DataStateError(
-            f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
+            f"The {name} differ from those of the checkpoint: {'; '.join(difference_lines)}. {_DIFFERENCE_ADVICE[name]}"
         )
 
 
@@ -203,12 +204,12 @@ def _skip_delivered(
     ends = EpochEndFinder(replace(setup, layout=layout, ranks=ranks))
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
-    schema.adopt(histories)
+    schema.use_histories(histories)
     try:
         cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_micro_batches)
         return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)
     finally:
-        schema.adopt(histories_before)
+        schema.use_histories(histories_before)
 
 
 def _clock_after_load(
@@ -217,11 +218,11 @@ def _clock_after_load(
     """Return the clock with which the run goes on; clear the table's remainder if the current topology cannot continue it."""
     loaded_clock = clock.after_load(saved_sizes, layout)
     if had_remainder and not has_remainder(table):
-        loaded_clock = clock.restarted(saved_sizes[0])
+        loaded_clock = clock.with_origin_now(saved_sizes[0])
     has_ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
     # An endless stream is never at the end of an epoch
     if stream.setup.recipe.repeat and (table[:, REMAINDER_COLUMN] != NO_REMAINDER).any():
-        loaded_clock = clock.next_epoch(saved_sizes[0]) if has_ended else clock.restarted(saved_sizes[0])
+        loaded_clock = clock.next_epoch(saved_sizes[0]) if has_ended else clock.with_origin_now(saved_sizes[0])
     if stream.setup.recipe.repeat or (loaded_clock != clock and not has_ended):
         table[:, REMAINDER_COLUMN] = NO_REMAINDER
     return loaded_clock

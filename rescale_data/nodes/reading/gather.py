@@ -142,7 +142,8 @@ def rows_of_window(order: ShardOrder, epoch: int, row: int, fragments: FragmentO
     rows = np.empty(stop_row - first_row, dtype=np.int64)
     starts, row_starts = None, None
     if fragments is not None:
-        starts, row_starts = np.ascontiguousarray(fragments.starts_in_order), np.ascontiguousarray(fragments.first)
+        starts = np.ascontiguousarray(fragments.starts_in_order)
+        row_starts = np.ascontiguousarray(fragments.fragment_starts)
     kernel.permute(order.shard_start + first_row, order.permutation_key(epoch, first_row), starts, row_starts, rows)
     return rows
 

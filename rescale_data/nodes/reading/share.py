@@ -74,7 +74,7 @@ class ShardRowRanges:
         row = self.fragments[fragment]
         if self.order is None:
             return int(row)
-        is_this_fragment = (self.order.first == row) & (np.diff(self.order.starts_in_order) > 0)
+        is_this_fragment = (self.order.fragment_starts == row) & (np.diff(self.order.starts_in_order) > 0)
         return int(self.order.starts_in_order[np.flatnonzero(is_this_fragment)[0]])
 
     def _shard_key_of(self, shard: int) -> Hashable:
