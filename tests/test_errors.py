@@ -302,10 +302,6 @@ def search(sample: dict[str, Any]) -> Any:
     return next(sample for _ in range(1) if sample["row"] != 5)
 
 
-def with_field(name: str) -> rd.DataLoader:
-    return over_rows(type("Clash", (Mapped,), {"FIELDS": (Field((name,)),)}))
-
-
 WRONG_TYPES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rd.DataLoader(ROWS, 2), r"rd\.DataLoader has no argument batch_size=: micro_batch_size="),
     (lambda: rd.Reader(ROWS, 0), r"rd\.Reader was given the shard 0: .*rd\.Shard\(\) to try"),
@@ -340,7 +336,10 @@ WRONG_TYPES: list[tuple[Callable[[], Any], str]] = [
     (lambda: loader_of(with_own_weights), r"'rule' begins as -?\d+ in logical shard 23 and as .* in shard 0.*same for"),
     (lambda: over_rows(lambda rows: Mapper(Odd(rows), dict)), r"Odd \(source\) has parameters\(\) that JSON can"),
     *(
-        (lambda name=name: with_field(name), rf"the paths \['{name}'\], which the table .*Rename")
+        (
+            lambda name=name: over_rows(type("Clash", (Mapped,), {"FIELDS": (Field((name,)),)})),
+            rf"the paths \['{name}'\], which the table .*Rename",
+        )
         for name in ("samples", "stamp", "remainder")
     ),
 ]

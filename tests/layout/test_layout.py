@@ -5,7 +5,6 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,13 +24,6 @@ def layout_of(n: int, o: int, w: int, b: int, k: int = 0) -> Layout:
     return Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
 
 
-def aligned_layouts(n: int, o: int) -> list[Layout]:
-    return [
-        layout_of(n, o, p.dp_world_size, p.micro_batch_size, p.num_workers)
-        for p in rd.plan(o, num_logical_shards=n, num_workers=WORKERS)
-    ]
-
-
 def by_definition(n: int, o: int, step: int) -> list[int]:
     """The shard of each row of a global batch, as docs/design.md, 4, writes it."""
     if n % o == 0:
@@ -40,38 +32,25 @@ def by_definition(n: int, o: int, step: int) -> list[int]:
     return [q // (o // n) for q in range(o)]
 
 
-def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
-    """``[u][rank]`` -> the shards of the micro batch; and a turn says which rows of the table it visits, and how often."""
-    micro_batches = [[rank.batch_shards(u) for rank in turns] for u in range(first, stop)]
-    for batch_shards in itertools.chain(*micro_batches):
-        assert_visits(batch_shards, batch_shards.shards)
-    return [[batch_shards.shards for batch_shards in micro_batch] for micro_batch in micro_batches]
-
-
 def assert_visits(batch_shards: BatchShards, shards: list[int]) -> None:
+    """A turn says which rows of the table it visits, and how often."""
     visited = np.zeros(512, np.int64)  # more than any N here
     visited[batch_shards.rows] += batch_shards.samples_per_shard
     assert (visited == np.bincount(np.array(shards, np.int64), minlength=512)).all()
 
 
-def turns_of(layout: Layout, samples: np.ndarray) -> list[Any]:
-    ranks = range(layout.dp_world_size)
-    if layout.aligned:
-        return [AlignedBatchShards(layout, rank) for rank in ranks]
-    return [UnalignedBatchShards(layout, rank, samples) for rank in ranks]
-
-
 def global_batches(layout: Layout, num_steps: int) -> list[list[tuple[int, int]]]:
     """``[t]`` -> (shard, number of its sample) of each row in rank order; samples are numbered as time goes by."""
     a, taken, batches = layout.gradient_accumulation_steps, Counter[int](), []
-    turns = turns_of(layout, np.zeros(layout.num_logical_shards, np.int64))
+    turns = [AlignedBatchShards(layout, rank) for rank in range(layout.dp_world_size)]
     for t in range(num_steps):
         rows: list[list[tuple[int, int]]] = [[] for _ in turns]
-        for micro_batch in played(turns, t * a, (t + 1) * a):
-            for rank, shards in enumerate(micro_batch):
-                for shard in shards:
-                    rows[rank].append((shard, taken[shard]))
-                    taken[shard] += 1
+        for u, rank in itertools.product(range(t * a, (t + 1) * a), range(len(turns))):
+            batch_shards = turns[rank].batch_shards(u)
+            assert_visits(batch_shards, batch_shards.shards)
+            for shard in batch_shards.shards:
+                rows[rank].append((shard, taken[shard]))
+                taken[shard] += 1
         batches.append([row for rank in rows for row in rank])
     return batches
 
@@ -86,9 +65,10 @@ def test_every_aligned_topology_gives_the_same_global_batches(n: int, o: int) ->
             batch.append((shard, taken[shard]))
             taken[shard] += 1
         expected.append(batch)
-    layouts = aligned_layouts(n, o)
-    assert len(layouts) > 20
-    for layout in layouts:
+    topologies = rd.plan(o, num_logical_shards=n, num_workers=WORKERS)
+    assert len(topologies) > 20
+    for each in topologies:
+        layout = layout_of(n, o, each.dp_world_size, each.micro_batch_size, each.num_workers)
         assert global_batches(layout, num_steps) == expected, layout
 
 
@@ -143,12 +123,14 @@ def test_not_aligned_each_worker_serves_of_its_own_block_the_shard_with_the_fewe
     n, k, b = layout.num_logical_shards, layout.workers_per_rank, layout.micro_batch_size
     if n < layout.dp_world_size * k:
         return
-    samples = data.draw(samples_of(layout))
+    samples = np.array(data.draw(st.lists(st.integers(0, 12), min_size=n, max_size=n)))  # as after any load
     for rank in range(layout.dp_world_size):
         turns = UnalignedBatchShards(layout, rank, samples)
         taken: list[list[int]] = [[] for _ in range(k)]
         for u in range(3 * k):
-            taken[u % k] += turns.batch_shards(u).shards
+            batch_shards = turns.batch_shards(u)
+            assert_visits(batch_shards, batch_shards.shards)
+            taken[u % k] += batch_shards.shards
         for worker, shards in enumerate(taken):
             block = layout.owned_shards(rank, worker)
             own = samples[block.start : block.stop].tolist()
@@ -167,12 +149,6 @@ def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout
                 micro_batches = range(worker, 2 * layout.batch_period, layout.workers_per_rank)
                 assert served == sorted({shard for u in micro_batches for shard in turns.batch_shards(u).shards})
         assert sorted(here) == list(layout.owned_shards(rank))  # each shard has one worker
-
-
-def samples_of(layout: Layout) -> st.SearchStrategy[np.ndarray]:
-    """What each shard may have delivered: anything, as after a load of another topology."""
-    n = layout.num_logical_shards
-    return st.lists(st.integers(0, 12), min_size=n, max_size=n).map(lambda values: np.array(values, dtype=np.int64))
 
 
 # The remainder of an epoch, redistributed over all ranks

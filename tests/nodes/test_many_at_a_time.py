@@ -1,7 +1,7 @@
 """Documents in blocks, through any nodes: what comes out, and where it stands, is as if they came one at a time."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.mixture import mixed
+from rescale_data.nodes.reading import fragment_documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import listed, write
 from tests.formats import write_jsonl, write_table
@@ -39,10 +40,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     found.append(rd.DatasetSource(texts, name="texts"))
     found.append(rd.ParquetSource(write_table(folder / "texts.parquet", pa.Table.from_pylist(texts), 7)))
     return found
-
-
-def is_long(row: dict[str, Any]) -> bool:
-    return len(row["tokens"]) > 3
 
 
 def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
@@ -86,11 +83,7 @@ def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
 def _through(kind: str, node: Any) -> Any:
     if kind == "clean":
         return rd.CleanDocuments(node, "tokens", strip=[101], min_length=2, max_length=4)
-    return rd.Filter(node, is_long) if kind == "filter" else node
-
-
-def no_documents(self: Any, column: str) -> None:
-    return None
+    return rd.Filter(node, lambda row: len(row["tokens"]) > 3) if kind == "filter" else node
 
 
 @contextmanager
@@ -98,25 +91,17 @@ def one_by_one() -> Iterator[None]:
     """No node hands over several documents at once."""
     with ExitStack() as stack:
         for kind in (rd.Reader, rd.Filter, rd.CleanDocuments, rd.Tokenize, rd.WeightedSampler):
-            stack.enter_context(mock.patch.object(kind, "open_documents", no_documents))
+            stack.enter_context(mock.patch.object(kind, "open_documents", return_value=None))
         yield
-
-
-def no_room(self: Any, *given: Any) -> bool:
-    return False
 
 
 @contextmanager
 def in_blocks(num_bytes: int) -> Iterator[None]:
     """Few documents are copied at a time, or all are left where they are."""
-
-    def block_bytes(*given: Any) -> int:
-        return num_bytes
-
     with ExitStack() as stack:
         if num_bytes:
-            stack.enter_context(mock.patch.object(FragmentDocuments, "_fit_in_cache", no_room))
-            stack.enter_context(mock.patch("rescale_data.nodes.reading.fragment_documents.block_bytes", block_bytes))
+            stack.enter_context(mock.patch.object(FragmentDocuments, "_fit_in_cache", return_value=False))
+            stack.enter_context(mock.patch.object(fragment_documents, "block_bytes", return_value=num_bytes))
         yield
 
 
@@ -201,46 +186,6 @@ def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
     for (path, new), (_, old) in zip(node.walk(), before.walk(), strict=True):
         if isinstance(new, rd.WeightedSampler):
             new.adopt(new.earlier_parameters(old.parameters(), place[None, slots_of(node, path)]))
-
-
-@pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(unit: Any) -> None:
-    """A loader goes back from what it has made ahead: what had been read for the failed block is of another place."""
-
-    class Rows:
-        fails_in = 0
-
-        def __len__(self) -> int:
-            return 25
-
-        def __getitem__(self, row: int) -> Any:
-            Rows.fails_in -= 1
-            if not Rows.fails_in:
-                raise OSError("this passes")
-            return {"tokens": np.arange(10 * row, 10 * row + 1 + row % 7)}
-
-    rows = {name: rd.DatasetSource(Rows(), name=name) for name in "ab"}
-
-    def pipeline(shard: rd.Shard) -> Any:
-        readers = {name: rd.Reader(source, shard) for name, source in rows.items()}
-        column = "tokens" if unit == "tokens" else None
-        mixture = rd.WeightedSampler(readers, {"a": 1, "b": 1}, unit=unit, column=column, stop="all")
-        return rd.TokenPacker(mixture, column="tokens", seq_len=5, eos_id=None)
-
-    def read(fails_in: int) -> list[Any]:
-        Rows.fails_in = 0
-        loader = rd.DataLoader(pipeline, global_batch_size=4, micro_batch_size=1, num_logical_shards=2)
-        batches, found = iter(loader), list[Any]()
-        Rows.fails_in = fails_in
-        while len(found) < 60 and (not found or found[-1] is not None):
-            with suppress(OSError):
-                found.append(plain(next(batches, None)))
-        return found
-
-    expected = read(0)
-    assert len(expected) > 20
-    for fails_in in range(1, 40, 5):
-        assert read(fails_in) == expected
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])

@@ -42,10 +42,6 @@ class Fragmented(rd.Source):
 shuffles = st.sampled_from([False, True, 1, 4])
 
 
-def epoch_of(reader: Reader) -> list[int]:
-    return [row["x"] for row in reader]
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(1, 12), shuffles)
 @settings(max_examples=50)
 def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
@@ -160,7 +156,7 @@ def test_a_row_that_cannot_be_read_raises_with_its_place() -> None:
 
 def test_a_row_that_cannot_be_read_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     reader = Reader(Damaged(7, 3), Shard(), shuffle=False, on_error="skip")
-    assert epoch_of(reader) == [1, 2, 4, 5, 7, 8]
+    assert [row["x"] for row in reader] == [1, 2, 4, 5, 7, 8]
     assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 4}
     assert caplog.messages[0] == (
         "Reader left out fragmented: row 0 (number 1 of its logical shard): OSError: a bad sector"
@@ -236,17 +232,13 @@ def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
 
 
 def kept(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Filter(rd.Reader(numbers(N - 1), shard), _is_row_five)
+    return rd.Filter(rd.Reader(numbers(N - 1), shard), lambda row: row["x"] == 5)
 
 
 def test_a_filter_that_leaves_little_is_no_silence() -> None:
     """A shard has seen every row before it is said to have none."""
     for batch in itertools.islice(loader_of(kept), 20):
         assert batch["x"].tolist() == [5] * 12
-
-
-def _is_row_five(sample: dict[str, Any]) -> bool:
-    return sample["x"] == 5
 
 
 @pytest.mark.parametrize(

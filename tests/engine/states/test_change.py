@@ -57,39 +57,11 @@ def steps(ranks: list[rd.DataLoader], num_steps: int) -> Ids:
     return batches
 
 
-def after(state: State, weights: dict[str, float], topology: tuple[int, int], num_steps: int) -> tuple[Ids, State]:
-    """Return what a segment of the given weights delivers, and its state."""
-    ranks = loaders(weights, topology)
-    for loader in ranks:
-        loader.load_state_dict(state)
-    return steps(ranks, num_steps), full_state_dict(ranks)
-
-
-changes = st.sampled_from(
-    [
-        {"web": 0.1, "code": 0.7, "books": 0.2},
-        {"web": 0.5, "code": 0.5},
-        {"books": 1},
-        {"web": 1, "code": 0, "books": 2},
-    ]
-)
-
-
-@given(changes, changes, st.lists(st.sampled_from(TOPOLOGIES), min_size=4, max_size=4), st.integers(1, 9))
-@settings(max_examples=8)
-def test_all_topologies_agree_after_a_change(
-    second: dict[str, float], third: dict[str, float], topologies: list[tuple[int, int]], num_steps: int
-) -> None:
-    """R1 and R2 across two changes: the same as a one-rank run that made them at the same samples."""
-    first, *rest = topologies
-    ranks, one = loaders(ALL, first), loaders(ALL)
-    assert steps(ranks, num_steps) == steps(one, num_steps)
-    state, expected = full_state_dict(ranks), full_state_dict(one)
-    for weights, topology in ((second, rest[0]), (third, rest[1]), (third, rest[2])):
-        got, state = after(state, weights, topology, num_steps)
-        want, expected = after(expected, weights, (1, 12), num_steps)
-        assert got == want
-    assert str(opened(state)["shards"]) == str(opened(expected)["shards"])
+def after(state: State, weights: dict[str, float], num_steps: int) -> Ids:
+    """Return what one rank delivers with the given weights, from a state on."""
+    [loader] = loaders(weights)
+    loader.load_state_dict(state)
+    return steps([loader], num_steps)
 
 
 def served(loader: rd.DataLoader) -> Iterator[tuple[list[int], State]]:
@@ -237,7 +209,7 @@ class TestCheckpoint:
     ) -> None:
         [loader] = loaders(weights)
         load(tmp_path, loader)
-        assert steps([loader], 5) == after(saved, weights, (1, 12), 5)[0]
+        assert steps([loader], 5) == after(saved, weights, 5)
 
     @pytest.mark.parametrize("topology", TOPOLOGIES)
     @pytest.mark.parametrize(("weights", "said"), ADDED_OR_GONE)
@@ -251,7 +223,7 @@ class TestCheckpoint:
             dcp.load({"loader": loaders(weights)[0]}, checkpoint_id=tmp_path, no_dist=True)
         for loader in ranks:
             checkpoint.load_changed(tmp_path, loader)
-        assert steps(ranks, 5) == after(saved, weights, (1, 12), 5)[0]
+        assert steps(ranks, 5) == after(saved, weights, 5)
 
     def test_load_changed_is_strict_about_the_rest(self, saved: State, tmp_path: Path) -> None:
         with pytest.raises(rd.DataStateError, match="stop: saved"):
