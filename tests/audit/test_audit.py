@@ -4,11 +4,10 @@ import itertools
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,35 +31,35 @@ SOURCES = {name: rd.DatasetSource(of_name, name=name) for name, of_name in ROWS.
 NAME_OF = {i + FIRST[name]: f"{name}: {name}[{i}]" for name, size in SIZES.items() for i in range(size)}
 
 
-def reader(name: str, shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def reader(name, shard, blocked=()):
     return rd.Reader(SOURCES[name], shard, shuffle=8, exclude=blocked if name == "web" else ())
 
 
-def rows(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def rows(shard, blocked=()):
     kept = rd.Filter(reader("web", shard, blocked), lambda row: row["tokens"][0] % 300 > 0, version=1)
     return rd.Map(kept, lambda row: {"tokens": row["tokens"][:1]}, version=1)
 
 
-def numbers(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def numbers(shard, blocked=()):
     return rd.Map(reader("web", shard, blocked), lambda row: row["tokens"][:1], version=1)
 
 
-def cut(shard: rd.Shard, blocked: Any = (), seq_len: int = 24) -> rd.BaseNode[Any]:
+def cut(shard, blocked=(), seq_len=24):
     return rd.TokenPacker(reader("web", shard, blocked), column="tokens", seq_len=seq_len, eos_id=None)
 
 
-def mixture(shard: rd.Shard, blocked: Any = (), names: tuple[str, ...] = tuple(SIZES)) -> rd.BaseNode[Any]:
+def mixture(shard, blocked=(), names=tuple(SIZES)):
     weights = {"web": 0.6, "code": 0.3, "few": 0.1}
     readers = {name: reader(name, shard, blocked) for name in names}
     documents = rd.WeightedSampler(readers, {name: weights[name] for name in names})
     return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
 
 
-def whole(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def whole(shard, blocked=()):
     return rd.WholeDocumentPacker(reader("web", shard, blocked), column="tokens", seq_len=48, window=5)
 
 
-def wide(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def wide(shard, blocked=()):
     """Windows over several epochs of a source, in each of which a row is in another logical shard."""
     web = rd.Reader(SOURCES["web"], shard, exclude=blocked)
     readers = {"web": web, "code": rd.Reader(SOURCES["code"], shard)}
@@ -68,11 +67,11 @@ def wide(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     return rd.WholeDocumentPacker(documents, column="tokens", seq_len=48, window=50)
 
 
-def shuffled(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def shuffled(shard, blocked=()):
     return rd.Shuffle(cut(shard, blocked), window=4)
 
 
-def unbatched(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+def unbatched(shard, blocked=()):
     """Below nodes of torchdata, which read further than their samples, and without a blocklist."""
     del blocked
     return nodes.Unbatcher(nodes.Batcher(rows(shard), 3, drop_last=False))
@@ -95,11 +94,11 @@ class Segment(NamedTuple):
 
 
 class Recorded:
-    def __init__(self, folder: Any, names: dict[int, str] = NAME_OF, **arguments: Any) -> None:
+    def __init__(self, folder, names=NAME_OF, **arguments):
         self.folder, self.names, self.arguments, self.seen, self.state = folder, names, arguments, Seen(), None
         self.num_saves = 0
 
-    def segment(self, pipeline: Any, segment: Segment, change: Callable[[rd.DataLoader], None] | None = None) -> None:
+    def segment(self, pipeline, segment, change=None):
         w, b, a = segment[:3]
         given = {"global_batch_size": w * b * a, "micro_batch_size": b, "num_logical_shards": N} | self.arguments
         loaders = [rd.DataLoader(pipeline, dp_rank=rank, dp_world_size=w, **given) for rank in range(w)]
@@ -115,7 +114,7 @@ class Recorded:
         self.num_saves += 1
         checkpoint.save(f"{self.folder}/step-{loaders[0].step}-{self.num_saves}", {"loader": self.state})
 
-    def _micro_batch(self, loaders: list[rd.DataLoader]) -> None:
+    def _micro_batch(self, loaders):
         for rank, loader in enumerate(loaders):
             batch = next(iter(loader), None)
             batch = next(iter(loader)) if batch is None else batch
@@ -129,11 +128,11 @@ class Recorded:
                 documents = [self.names[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
                 self.seen.append((step, first + place, documents))
 
-    def steps_of(self, document: str) -> list[tuple[int, int]]:
+    def steps_of(self, document):
         return sorted((step, place) for step, place, documents in self.seen if document in documents)
 
 
-def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
+def check(run, audit, documents):
     last = audit.steps[1]
     for first, stop in {(0, last), (last // 2, last // 2 + 1), (max(0, last - 2), last)} if last else ():
         served = [(s.step, s.sample, list(dict.fromkeys(s.documents))) for s in audit.documents(first, stop)]
@@ -144,7 +143,7 @@ def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
         assert sorted((s.step, s.sample) for s in found.served) == run.steps_of(name)
 
 
-def segments(most: int) -> st.SearchStrategy[list[Segment]]:
+def segments(most):
     sizes = st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2])
     return st.lists(st.builds(Segment, *sizes, st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=4)
 
@@ -164,9 +163,7 @@ BLOCKED, ASKED = st.sets(st.integers(0, 69), max_size=20), st.sets(st.integers(1
 @example("cut", [WITHIN, Segment(1, 2, 3, 2), Segment(1, 3, 2, 4)], set(), 4, FEW)  # or at once, and begins it anew
 @example("cut", [Segment(1, 3, 2, 5), Segment(1, 4, 1, 0), Segment(1, 4, 1, 3)], set(), 4, FEW)  # saved after a load
 @example("whole", [Segment(1, 3, 1, steps) for steps in (3, 2, 4)], {*range(0, 70, 3)}, 1, {*range(1, 71)})
-def test_it_says_what_a_run_has_seen(
-    kind: str, parts: list[Segment], blocked: set[int], since: int, asked: set[int]
-) -> None:
+def test_it_says_what_a_run_has_seen(kind, parts, blocked, since, asked):
     """Other ranks, micro and global batches in each segment, aligned or not, and a blocklist since one of them."""
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=True)
@@ -179,7 +176,7 @@ def test_it_says_what_a_run_has_seen(
 
 @given(st.sampled_from(sorted(PIPELINES)), segments(1), st.sampled_from(["drop", "pad"]))
 @few
-def test_over_ends_of_epochs(kind: str, parts: list[Segment], tail: Any) -> None:
+def test_over_ends_of_epochs(kind, parts, tail):
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=False, tail=tail)
         for segment in parts:
@@ -187,7 +184,7 @@ def test_over_ends_of_epochs(kind: str, parts: list[Segment], tail: Any) -> None
         check(run, rd.audit.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
 
 
-def test_over_ends_of_epochs_that_several_ranks_found_by_reading(tmp_path: Path) -> None:
+def test_over_ends_of_epochs_that_several_ranks_found_by_reading(tmp_path):
     """Ranks that were aligned are read again by one, which needs no other to know what is left."""
     run = Recorded(tmp_path, repeat=False, num_logical_shards=8)
     run.segment(cut, Segment(1, 4, 1, 60))
@@ -198,10 +195,10 @@ def test_over_ends_of_epochs_that_several_ranks_found_by_reading(tmp_path: Path)
     check(run, rd.audit.Audit(tmp_path, cut), [1, 30, 70])
 
 
-def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served(tmp_path: Path) -> None:
+def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served(tmp_path):
     run, blocked = Recorded(tmp_path, repeat=False, tail="pad"), [4, 5, 60]
 
-    def leave_out(loader: rd.DataLoader) -> None:
+    def leave_out(loader):
         if loader.step == 5:
             loader.skip(2 * 4)
 
@@ -210,7 +207,7 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
     audit = rd.audit.Audit(tmp_path, partial(rows, blocked=blocked), tail="pad")
     check(run, audit, [1, 30, 70])
     assert {step for step, *_ in run.seen} == {*range(12)} - {5, 6}
-    left_out = set[int]()
+    left_out = set()
     for row in range(SIZES["web"]):
         found, dropped = audit.find(f"web:{row}"), row in blocked or (row + 1) % 3 == 0
         assert len(found.served) == 0 if dropped else len(found.served) <= found.drawn <= 2
@@ -219,12 +216,12 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
     assert 0 < len(left_out) <= 8  # of two steps
 
 
-def ramp(sizes: dict[int, int]) -> Callable[[rd.DataLoader], None]:
+def ramp(sizes):
     """Return what changes the global batch in a process, by the step."""
     return lambda loader: loader.reopen(global_batch_size=sizes[loader.step]) if loader.step in sizes else None
 
 
-def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) -> None:
+def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path):
     run, longer = Recorded(tmp_path, repeat=True), partial(cut, seq_len=40)
     run.segment(cut, Segment(2, 1, 3, 4))
     run.segment(cut, Segment(1, 2, 3, 5), ramp({6: 12}))
@@ -237,8 +234,8 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) ->
         list(rd.audit.Audit(tmp_path, longer, repeat=True).documents(0, 2))
 
 
-def test_a_step_within_which_the_run_was_saved_and_other_ranks_later_in_the_same_process(tmp_path: Path) -> None:
-    def end_the_step(loader: rd.DataLoader) -> None:
+def test_a_step_within_which_the_run_was_saved_and_other_ranks_later_in_the_same_process(tmp_path):
+    def end_the_step(loader):
         if loader.step == 6:
             run._micro_batch([loader])
             loader.reopen(micro_batch_size=2)
@@ -249,7 +246,7 @@ def test_a_step_within_which_the_run_was_saved_and_other_ranks_later_in_the_same
     check(run, rd.audit.Audit(tmp_path, cut, repeat=True), [1, 2, 30, 70])
 
 
-def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path: Path) -> None:
+def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path):
     """4, 8 and 16 a step: as many samples in as many steps as with 4 and 16."""
     run = Recorded(tmp_path, repeat=True, num_logical_shards=8)
     run.segment(cut, Segment(1, 2, 2, 1))
@@ -258,15 +255,13 @@ def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path:
         list(rd.audit.Audit(tmp_path, cut, repeat=True).documents(0, 6))
 
 
-def test_of_a_loader_of_files_and_of_shards_that_had_the_row_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_loader_of_files_and_of_shards_that_had_the_row_alone(tmp_path, monkeypatch):
     source = write("parquet", tmp_path / "corpus", [[100 * i] for i in range(48)])
-    read: Counter[int] = Counter()
+    read = Counter()
     monkeypatch.setattr(source, "row", lambda index, row=source.row: (read.update([index]), row(index))[1])
 
     loader = rd.DataLoader(source, global_batch_size=4, num_logical_shards=8)
-    seen = defaultdict[int, list[int]](list)
+    seen = defaultdict(list)
     for step, batch in enumerate(loader):
         seen[step] = [int(tokens[0]) // 100 for tokens in batch["tokens"]]
         if step in (3, 7):
@@ -287,14 +282,14 @@ def test_of_a_loader_of_files_and_of_shards_that_had_the_row_alone(
     assert found.rows == len(rows_of_it)
 
 
-def test_of_a_run_to_which_files_were_added(tmp_path: Path) -> None:
+def test_of_a_run_to_which_files_were_added(tmp_path):
     """Each pipeline reads the files of then; the one of now would have read other rows."""
 
-    def pipeline_of(files: str) -> Any:
+    def pipeline_of(files):
         source = rd.JsonlSource([tmp_path / "corpus" / f"{file}.jsonl" for file in files])
         return lambda shard: rd.Reader(source, shard)
 
-    names = dict[int, str]()
+    names = {}
     for first, file in ((100, "a"), (200, "d"), (300, "b")):
         path = write_jsonl(tmp_path / "corpus" / f"{file}.jsonl", [{"tokens": [100 * (first + i)]} for i in range(12)])
         names |= {first + i: f"corpus: {path}, line {i + 1}" for i in range(12)}
@@ -310,7 +305,7 @@ def test_of_a_run_to_which_files_were_added(tmp_path: Path) -> None:
         assert run.steps_of(name)
 
 
-def test_of_a_source_that_the_run_has_no_more(tmp_path: Path) -> None:
+def test_of_a_source_that_the_run_has_no_more(tmp_path):
     run, pipelines = Recorded(tmp_path, repeat=True), (mixture, partial(mixture, names=("web", "code")))
     for pipeline in pipelines:
         run.segment(pipeline, Segment(1, 2, 3, 4))
@@ -321,7 +316,7 @@ def test_of_a_source_that_the_run_has_no_more(tmp_path: Path) -> None:
     assert all(found.drawn for found in served)
 
 
-def test_sources_of_one_name(tmp_path: Path) -> None:
+def test_sources_of_one_name(tmp_path):
     """Folders of several corpora are often all called "train"."""
     firsts = {"web": 100, "code": 200}
     sources = {
@@ -329,7 +324,7 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
         for name, first in firsts.items()
     }
 
-    def train(shard: rd.Shard) -> rd.BaseNode[Any]:
+    def train(shard):
         readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
         return rd.WeightedSampler(readers, {"web": 1, "code": 1})
 
@@ -345,7 +340,7 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
         assert served == {(step, i) for step, tokens in enumerate(seen) for i, t in enumerate(tokens) if t == token}
 
 
-WRONG: list[tuple[Callable[[rd.audit.Audit], Any], str]] = [
+WRONG = [
     (lambda audit: audit.find("web:70"), "web has the rows 0 to 69"),
     (lambda audit: audit.find("web:part-9"), "No row of web is 'part-9'. A row is called, say, 'web.0.'"),
     (lambda audit: audit.find("book:1"), r"reads the sources \['web'\]"),
@@ -354,7 +349,7 @@ WRONG: list[tuple[Callable[[rd.audit.Audit], Any], str]] = [
 ]
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_what_is_not_there_is_an_error(tmp_path):
     run = Recorded(tmp_path / "run", repeat=True)
     run.segment(cut, Segment(1, 1, 3, 4))
     for ask, message in WRONG:
@@ -370,7 +365,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
         rd.audit.Audit(tmp_path / "empty", cut)
 
 
-def test_one_damaged_step_or_leftover_stops_no_question(tmp_path: Path) -> None:
+def test_one_damaged_step_or_leftover_stops_no_question(tmp_path):
     """The segment around the damaged step is replayed between its neighbours."""
     loader = rd.DataLoader(rows, global_batch_size=4)
     batches = iter(loader)

@@ -1,8 +1,5 @@
 """Folders on a disk and in memory, and processes elsewhere, for all tests of checkpoints."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import fsspec
 import pytest
 
@@ -11,7 +8,7 @@ from rescale_data.checkpoint.storage import commit
 
 
 @pytest.fixture(params=["local", "memory"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def folder(request, tmp_path):
     if request.param == "local":
         yield str(tmp_path / "run")
         return
@@ -20,10 +17,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def elsewhere(monkeypatch):
     """Once called, this is a process in another container, which cannot see the ones before."""
 
-    def move() -> None:
+    def move():
         process = leases.this_process() | {"namespace": "pid:[1]"}
         for module in (commit, leases):
             monkeypatch.setattr(module, "this_process", lambda: process)

@@ -4,14 +4,12 @@ import http.client
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 BUCKET = "bucket"
-Fault = Callable[[str, str], str | None]
-"""``(method, path)`` to one of `FAULTS`, or None."""
 FAULTS = ("403", "404", "500", "503", "reset", "cut", "short", "stall")
 """Ways in which a request fails: an answer of that status; a connection that is reset, or closed within the upload; an answer
 that ends in its middle; none at all."""
@@ -28,39 +26,33 @@ class Request(NamedTuple):
     """The header of that name, or nothing."""
 
 
-class _Proxy(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    target: tuple[str, int]
-    fault: Callable[[Request], str | None] = staticmethod(lambda request: None)
-    sent: Callable[[int], object] = staticmethod(lambda num_bytes: None)
-    released = threading.Event()
+    server: "Server"
 
     def handle_any(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
-        fault = type(self).fault(Request(self.command, self.path, self.headers.get("Range", "")))
-        if fault == "reset":
-            self.close_connection = True
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.shutdown(socket.SHUT_RD)
-            self.connection.close()
-            return
-        if fault == "cut":
-            self.rfile.read(length // 2)
+        fault = self.server.receive(Request(self.command, self.path, self.headers.get("Range", "")))
+        if fault in ("reset", "cut"):
+            if fault == "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.shutdown(socket.SHUT_RD)
+            else:
+                self.rfile.read(length // 2)
             self.close_connection = True
             self.connection.close()
             return
         body = self.rfile.read(length)
         if fault == "stall":
-            type(self).released.wait(60)
+            self.server.released.wait(60)
             self.close_connection = True
-            return
-        if fault in _CODES:
+        elif fault in _CODES:
             self._answer(int(fault), {}, f"<Error><Code>{_CODES[fault]}</Code><Message>No.</Message></Error>".encode())
-            return
-        server = http.client.HTTPConnection(*self.target)
-        server.request(self.command, self.path, body, dict(self.headers.items()))
-        answer = server.getresponse()
-        self._answer(answer.status, dict(answer.getheaders()), answer.read(), is_short=fault == "short")
+        else:
+            target = http.client.HTTPConnection(*self.server.target)
+            target.request(self.command, self.path, body, dict(self.headers.items()))
+            answer = target.getresponse()
+            self._answer(answer.status, dict(answer.getheaders()), answer.read(), is_short=fault == "short")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
@@ -75,54 +67,46 @@ class _Proxy(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             body = body[: len(body) // 2] if is_short else body
             self.wfile.write(body)
-            type(self).sent(len(body))
+            self.server.count_sent(len(body))
         self.close_connection |= is_short
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
-class Server:
-    """``options`` go to fsspec; ``fault`` decides what happens to each request.
+class Server(ThreadingHTTPServer):
+    """A proxy before an S3 server. ``options`` go to fsspec.
 
     with server.recording() as requests:
         operation()
     with server.failing(requests[3], "503"):  # as often as the client makes it
         operation()
+
+    Attributes:
+        fault: Returns one of `FAULTS` for a request, or None.
+        sent_bytes: Bytes of bodies that were sent to clients.
+        patience: Seconds after which a client gives a request up; on a busy machine any may take seconds.
     """
 
+    daemon_threads = True
+
     def __init__(self, target: tuple[str, int]) -> None:
-        self._lock = threading.Lock()
-        self._logs: list[list[Request]] = []
-        self._fault: Callable[[Request], str | None] = lambda request: None
-        self.sent_bytes = 0
-        """Bytes of bodies that were sent to clients."""
-        self.handler = type("Proxy", (_Proxy,), {"target": target, "released": threading.Event()})
-        self.handler.fault = staticmethod(self._receive)
-        self.handler.sent = staticmethod(self._count)
-        self.proxy = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
-        self.proxy.daemon_threads = True
-        threading.Thread(target=self.proxy.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.proxy.server_address[1]}"
-        self.requests: list[tuple[str, str]] = []
-        self.patience = 60.0
-        """Seconds after which a client gives a request up; on a busy machine any may take seconds."""
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.target, self.url = target, f"http://127.0.0.1:{self.server_address[1]}"
+        self.fault, self.sent_bytes, self.patience = no_fault, 0, 60.0
+        self.released = threading.Event()
+        self._lock, self._logs = threading.Lock(), list[list[Request]]()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def options(self) -> dict[str, Any]:
+        timeouts = {"read_timeout": self.patience, "connect_timeout": self.patience}
         return {
             "key": "key",
             "secret": "secret",
             "client_kwargs": {"endpoint_url": self.url, "region_name": "us-east-1"},
-            "config_kwargs": {
-                "retries": {"max_attempts": 3, "mode": "standard"},
-                "read_timeout": self.patience,
-                "connect_timeout": self.patience,
-            },
+            "config_kwargs": {"retries": {"max_attempts": 3, "mode": "standard"}, **timeouts},
             "default_block_size": 5 * 2**20,
         }
-
-    def set_fault(self, fault: Fault) -> None:
-        self._fault = lambda request: fault(request.method, request.path)
 
     @contextmanager
     def recording(self) -> Iterator[list[Request]]:
@@ -136,7 +120,7 @@ class Server:
     @contextmanager
     def failing(self, request: Request, fault: str) -> Iterator[list[Request]]:
         """Let `request` fail in one of `FAULTS` each time that it is made within the block, and yield the list of these."""
-        before, failed = self._fault, list[Request]()
+        before, failed = self.fault, list[Request]()
 
         def decide(made: Request) -> str | None:
             if made != request:
@@ -144,24 +128,27 @@ class Server:
             failed.append(made)
             return fault
 
-        self._fault = decide
+        self.fault = decide
         try:
             yield failed
         finally:
-            self._fault = before
-            self.handler.released.set()  # whoever still waits
-            self.handler.released = threading.Event()
+            self.fault = before
+            self.released.set()  # whoever still waits
+            self.released = threading.Event()
 
-    def _receive(self, request: Request) -> str | None:
+    def receive(self, request: Request) -> str | None:
         with self._lock:
-            self.requests.append((request.method, request.path))
             for log in self._logs:
                 log.append(request)
-            return self._fault(request)
+            return self.fault(request)
 
-    def _count(self, num_bytes: int) -> None:
+    def count_sent(self, num_bytes: int) -> None:
         with self._lock:
             self.sent_bytes += num_bytes
+
+
+def no_fault(_: Request) -> str | None:
+    return None
 
 
 @contextmanager
@@ -177,6 +164,6 @@ def serving() -> Iterator[Server]:
         assert connection.getresponse().status == 200
         yield server
     finally:
-        server.handler.released.set()
-        server.proxy.shutdown()
+        server.released.set()
+        server.shutdown()
         moto.stop()

@@ -1,6 +1,7 @@
 """Conversion: nothing is lost on the way, and memory is bounded."""
 
 import json
+import multiprocessing
 import os
 import pprint
 import shutil
@@ -9,9 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import fsspec
@@ -25,7 +24,6 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import LoadReport
 from rescale_data.checkpoint.convert.safetensors import INDEX_FILE, NON_TENSORS_FILE
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
-from tests.checkpoint.processes import context
 from tests.checkpoint.stand_in import StandInLoader
 from tests.states import opened
 
@@ -33,7 +31,7 @@ DTYPES = torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn
 HALF = torch.ones(4, dtype=torch.bfloat16)[::2]
 
 
-def build(steps: int) -> dict[str, Any]:
+def build(steps):
     torch.manual_seed(steps)
     model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), StandInLoader(step=steps)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -49,7 +47,7 @@ def build(steps: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "loader": loader, "tensors": tensors, "odd": odd, "none": None}
 
 
-def assert_loaded(path: Path, expected: dict[str, Any]) -> None:
+def assert_loaded(path, expected):
     state = build(0)
     assert checkpoint.load(path, state) == LoadReport()
     assert state["loader"].step == expected["loader"].step
@@ -59,7 +57,7 @@ def assert_loaded(path: Path, expected: dict[str, Any]) -> None:
         assert str(left) == str(right)
 
 
-def test_there_and_back(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_there_and_back(folder, tmp_path, caplog):
     expected, protocol = build(3), "memory" if "://" in folder else "file"
     fsspec.filesystem(protocol).makedirs(folder)
     checkpoint.save(tmp_path / "c", expected)
@@ -75,9 +73,8 @@ def test_there_and_back(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     content = torch.load(local / "file.pt", mmap=True, weights_only=True)
     assert content.keys() == expected.keys()
     assert zipfile.ZipFile(local / "file.pt").testzip() is None
-    assert pprint.pformat((content["tensors"], content["odd"])) == pprint.pformat(
-        (expected["tensors"], expected["odd"])
-    )
+    for name in ("tensors", "odd"):
+        assert pprint.pformat(content[name]) == pprint.pformat(expected[name])
     assert opened(content["loader"])["num_logical_shards"] == 12
     checkpoint.from_torch_save(local / "file.pt", tmp_path / "of file")
     checkpoint.from_safetensors(local / "st", tmp_path / "of st")
@@ -92,7 +89,7 @@ def test_there_and_back(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFi
                 convert(f"{folder}/{name}", tmp_path / "x")
 
 
-def test_a_file_of_a_model_alone_is_given_its_name(tmp_path: Path) -> None:
+def test_a_file_of_a_model_alone_is_given_its_name(tmp_path):
     torch.save(build(2)["model"].state_dict(), tmp_path / "bare.pt")
     checkpoint.from_torch_save(tmp_path / "bare.pt", tmp_path / "c", name="model")
     checkpoint.load(tmp_path / "c", {"model": build(0)["model"]})
@@ -100,7 +97,7 @@ def test_a_file_of_a_model_alone_is_given_its_name(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "bare.pt", {"model": build(0)["model"]})
 
 
-def test_a_negated_view_in_a_file_loads(tmp_path: Path) -> None:
+def test_a_negated_view_in_a_file_loads(tmp_path):
     """torch makes one of the imaginary part of a conjugate, and writes the bytes as they are, and that they are negated."""
     imaginary = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     torch.save({"a": imaginary, "b": (imaginary,)}, tmp_path / "f.pt")
@@ -108,7 +105,7 @@ def test_a_negated_view_in_a_file_loads(tmp_path: Path) -> None:
     assert str(state) == "{'a': tensor([-2.,  4.]), 'b': (tensor([-2.,  4.]),)}"
 
 
-def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path):
     checkpoint.save(tmp_path / "c", {"a": 1})
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="a folder or a device; give the path of a file"):
@@ -117,7 +114,7 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
-def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, is_empty: bool) -> None:
+def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path, is_empty):
     """DCP's names know neither: the optimizer of an ordinary file would come back for other parameters."""
     given = build(2)
     lists = {"list": [{}, {1: {}, "1.5": 2}, {None: torch.ones(1), 2.5: 3}], "deep": {-1: {True: [1, {7: 8}]}}}
@@ -129,9 +126,7 @@ def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, 
     for source in ("c", "again"):
         checkpoint.to_torch_save(tmp_path / source, tmp_path / "back.pt")
         back = torch.load(tmp_path / "back.pt", weights_only=True)
-        assert {key: pprint.pformat(back[key]) for key in back} == {
-            key: pprint.pformat(content[key]) for key in content
-        }
+        assert pprint.pformat(back) == pprint.pformat(content)
     if not is_empty:
         checkpoint.to_torch_save(tmp_path / "c", tmp_path / "opt.pt", name="opt")
         other = build(0)["optimizer"]
@@ -139,14 +134,14 @@ def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, 
         assert str(other.state_dict()) == str(given["optimizer"].state_dict())
 
 
-def converted(folder: Path) -> list[str]:
+def converted(folder):
     checkpoint.save(folder / "c", {"model": {f"w{n}": torch.full((10,), float(n)) for n in range(10)}, "step": 5})
     return checkpoint.to_safetensors(folder / "c", folder / "st", max_shard_size=80)
 
 
 @given(lost=st.sets(st.integers(0, 4), min_size=1, max_size=4), index=st.booleans(), rest=st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], index: bool, rest: bool) -> None:
+def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost, index, rest):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = converted(folder)
@@ -157,7 +152,7 @@ def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], ind
         assert not (folder / "back").exists()
 
 
-def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
+def test_the_index_says_which_files_belong_together(tmp_path):
     names, folder = converted(tmp_path), tmp_path / "st"
     shutil.copy(folder / names[0], folder / "consolidated.safetensors")
     checkpoint.from_safetensors(folder, tmp_path / "back")
@@ -176,10 +171,10 @@ def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
             checkpoint.from_safetensors(folder, tmp_path / "again")
 
 
-def stop_at_the_second(stop: Callable[[], object]) -> Callable[..., Iterator[torch.Tensor]]:
+def stop_at_the_second(stop):
     stream = StoredCheckpoint.stream
 
-    def stopped(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
+    def stopped(self, names, budget):
         for number, tensor in enumerate(stream(self, names, 1)):
             if number == 1:
                 stop()
@@ -188,23 +183,23 @@ def stop_at_the_second(stop: Callable[[], object]) -> Callable[..., Iterator[tor
     return stopped
 
 
-def convert_and_die(how: str, path: Path, out: Path) -> None:
-    StoredCheckpoint.stream = stop_at_the_second(lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
+def convert_and_die(how, path, out):
+    StoredCheckpoint.stream = stop_at_the_second(lambda: os.kill(os.getpid(), signal.SIGKILL))
     getattr(checkpoint, how)(path, out)
 
 
 @pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("end", ["killed", "failed"])
-def test_a_conversion_that_ends_early_leaves_nothing_that_looks_whole(
-    tmp_path: Path, how: str, is_there: bool, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_that_ends_early_leaves_nothing_that_looks_whole(tmp_path, how, is_there, end, monkeypatch):
     checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
     out = tmp_path / "out"
     if is_there:
         out.mkdir() if how == "to_safetensors" else out.write_text("old")
     if end == "killed":
-        process = context.Process(target=convert_and_die, args=(how, tmp_path / "c", out))
+        process = multiprocessing.get_context("forkserver").Process(
+            target=convert_and_die, args=(how, tmp_path / "c", out)
+        )
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -222,7 +217,7 @@ def test_a_conversion_that_ends_early_leaves_nothing_that_looks_whole(
         assert {path.name for path in out.iterdir()} == {"model.safetensors", NON_TENSORS_FILE}
 
 
-def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
+def test_the_library_reads_and_writes_the_same(tmp_path):
     library = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     expected = build(1)
     checkpoint.save(tmp_path / "c", expected)
@@ -272,7 +267,7 @@ watched(checkpoint.from_safetensors, "st", "c3")
 """
 
 
-def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path):
     state = {"loader": StandInLoader(), "t": {str(n): torch.full((1_000_000,), float(n)) for n in range(40)}}
     checkpoint.save(tmp_path / "c", state)
     command = [sys.executable, "-c", BOUNDED, str(tmp_path), str(64 << 20)]
@@ -283,13 +278,13 @@ def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path: Pat
     assert all((value == int(n)).all() for n, value in got["t"].items())
 
 
-def load(path: Path, _: Path) -> Any:
+def load(path, _):
     return checkpoint.load(path, {"a": 1})
 
 
 to_st, of_st = checkpoint.to_safetensors, checkpoint.from_safetensors
 to_pt, of_pt = checkpoint.to_torch_save, checkpoint.from_torch_save
-WRONG: list[tuple[Callable[..., Any], str, str, dict[str, Any], type[Exception], str]] = [
+WRONG = [
     (to_st, "c", "out", {}, ValueError, r"a is torch.complex128.*to_torch_save"),
     (to_st, "f4", "out", {}, ValueError, r"a is torch.float4_e2m1fn_x2.*to_torch_save"),
     (to_st, "m", "out", {}, ValueError, "keeps the name __metadata__ for itself"),
@@ -314,7 +309,7 @@ WRONG: list[tuple[Callable[..., Any], str, str, dict[str, Any], type[Exception],
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     checkpoint.save(folder / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
     checkpoint.save(folder / "f4", {"a": torch.zeros(2, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
@@ -334,9 +329,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case[0].__name__} {case[1]} {case[2]} {case[5][:20]}")
-def test_wrong_input_is_an_error_before_anything_is_written(
-    files: Path, case: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_input_is_an_error_before_anything_is_written(files, case, monkeypatch):
     convert, source, target, options, error, words = case
     monkeypatch.setattr(StoredCheckpoint, "stream", Mock(side_effect=AssertionError("tensors are read")))
     before = sorted(files.iterdir())

@@ -1,19 +1,17 @@
 """What rescale_data uses of DCP below its functions, with the torch at hand: run this first on a new release."""
 
 import pickle
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.storage.dcp import Contents, TensorPieces
 from rescale_data.checkpoint.storage.metadata import read_metadata
 
-STATE: dict[str, Any] = {
+STATE = {
     "model": {"weight": torch.arange(12.0).reshape(3, 4), "layers": [torch.ones(2), torch.zeros(())]},
     "step": 3,
     "names": ["a", "b"],
@@ -23,10 +21,10 @@ FLAT = ["model.layers.0", "model.layers.1", "model.weight", "names", "step"]
 WHOLE = torch.arange(24.0).reshape(6, 4)
 
 
-def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[TensorPieces, list[torch.Tensor], list[int]]:
+def in_pieces(whole, *cuts):
     """The rows between each two cuts on a device; with these pieces, and the elements of each read."""
     held = [whole[start:end].clone() for start, end in cuts]
-    read: list[int] = []
+    read = []
     pieces = torch.empty(()).expand(whole.shape).as_subclass(TensorPieces)
     pieces.write_items = [
         WriteItem(
@@ -41,17 +39,17 @@ def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[TensorPieces
         for number, (start, end) in enumerate(cuts)
     ]
 
-    def find(index: MetadataIndex) -> torch.Tensor:
+    def find(index):
         return next(piece for (start, _), piece in zip(cuts, held, strict=True) if index.offset == (start, 0))
 
-    def commit(item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit(item, tensor):
         read.append(tensor.numel())
 
     pieces.find_piece, pieces.commit_piece = find, commit
     return pieces, held, read
 
 
-def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
+def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path):
     dcp.save(dict(STATE), checkpoint_id=tmp_path)
     content = (tmp_path / ".metadata").read_bytes()
     stock, ours = pickle.loads(content), read_metadata(content)
@@ -71,13 +69,13 @@ def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
     assert not saved.pathless
 
 
-def test_pieces_are_saved_once_and_loaded_into_any_others(tmp_path: Path) -> None:
+def test_pieces_are_saved_once_and_loaded_into_any_others(tmp_path):
     saved, _, _ = in_pieces(
         WHOLE, (0, 2), (0, 2), (2, 6), (6, 6)
     )  # one twice, as where devices hold copies, and one empty
     checkpoint.save(tmp_path / "c", {"t": saved})
     entry = dcp.FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata["t"]
-    assert [list(chunk.sizes) for chunk in entry.chunks] == [[2, 4], [4, 4]]  # type: ignore[union-attr]
+    assert [list(chunk.sizes) for chunk in entry.chunks] == [[2, 4], [4, 4]]
     whole = torch.zeros(6, 4)
     checkpoint.load(tmp_path / "c", {"t": whole})
     assert torch.equal(whole, WHOLE)

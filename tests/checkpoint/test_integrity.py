@@ -3,10 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -22,18 +20,18 @@ from tests.checkpoint.stand_in import data, flip, manifest, state_at
 from tests.states import opened
 
 
-def truncate(file: Path) -> None:
+def truncate(file):
     flip(file, 3000)
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def take_another_steps(file: Path) -> None:
+def take_another_steps(file):
     checkpoint.save(file.parents[2] / "other", state_at(2))
     shutil.copy(data(file.parents[2] / "other") / file.name, file)
 
 
 NOTHING, HALF = r"were saved[\s\S]*Nothing was loaded", r"__0_0.distcp is not what was saved[\s\S]*half loaded"
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGE = {
     "truncated": (lambda c: truncate(data(c) / "__0_0.distcp"), f"__0_0.distcp has.*{NOTHING}"),
     "missing": (lambda c: (data(c) / "__0_0.distcp").unlink(), f"__0_0.distcp is missing.*{NOTHING}"),
     "empty": (lambda c: (data(c) / "__0_0.distcp").write_bytes(b""), f"__0_0.distcp has 0 bytes.*{NOTHING}"),
@@ -46,7 +44,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damage_is_an_error_with_the_files_name(tmp_path: Path, how: str) -> None:
+def test_damage_is_an_error_with_the_files_name(tmp_path, how):
     damage, words = DAMAGE[how]
     checkpoint.save(tmp_path / "c", state_at(1))
     assert checkpoint.verify(tmp_path / "c") == []
@@ -62,7 +60,7 @@ def test_damage_is_an_error_with_the_files_name(tmp_path: Path, how: str) -> Non
     assert target["weights"].sum() == 0
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path):
     checkpoint.save(tmp_path / "c", {"weights": torch.zeros(40), "number": 1000})
     file = data(tmp_path / "c") / "__0_0.distcp"
     for at in range(0, file.stat().st_size, 17):
@@ -74,7 +72,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     assert checkpoint.verify(tmp_path / "c") == []
 
 
-def test_a_state_of_which_one_value_refuses_what_was_loaded_is_half_loaded(tmp_path: Path) -> None:
+def test_a_state_of_which_one_value_refuses_what_was_loaded_is_half_loaded(tmp_path):
     checkpoint.save(tmp_path / "c", {"weights": torch.ones(3), "loader": rd.DataLoader(range(8), global_batch_size=4)})
     target = {"weights": torch.zeros(3), "loader": rd.DataLoader(range(8), global_batch_size=4, seed=1)}
     with pytest.raises(rd.DataStateError, match="seed") as found:
@@ -82,16 +80,16 @@ def test_a_state_of_which_one_value_refuses_what_was_loaded_is_half_loaded(tmp_p
     assert "The state is half loaded" in found.value.__notes__[-1]
 
 
-def load(path: Any, **_: Any) -> Any:
+def load(path, **_):
     return checkpoint.load(path, state_at())
 
 
-def save(path: Any, **options: Any) -> None:
+def save(path, **options):
     checkpoint.save(path, state_at(2), **options)
 
 
 NOT_THERE = "No checkpoint at"
-WRONG: list[tuple[Callable[..., Any], Any, type[Exception], str]] = [
+WRONG = [
     *[(call, path, FileNotFoundError, NOT_THERE) for call in (load, checkpoint.verify) for path in ("none", "empty")],
     *[(checkpoint.read_data_state, path, FileNotFoundError, NOT_THERE) for path in ("none", "empty")],
     (load, "half", FileNotFoundError, r"No checkpoint at .*: it holds \['1-\w+-1'\]\.$"),
@@ -107,7 +105,7 @@ WRONG: list[tuple[Callable[..., Any], Any, type[Exception], str]] = [
 ]
 
 
-def test_a_wrong_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_path_is_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("c", "half"):
         checkpoint.save(name, state_at(1))
@@ -127,17 +125,17 @@ def test_a_wrong_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert opened(checkpoint.read_data_state("c"))["step"] == 3
 
 
-def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_whole_and_synced_before_the_commit(tmp_path, monkeypatch):
     """Each by itself: ``os.sync`` would flush every disk of the machine."""
-    synced: dict[str, int] = {}
-    at_commit: list[dict[str, int]] = []
+    synced = {}
+    at_commit = []
     fsync, replace = os.fsync, os.replace
 
-    def watched_fsync(file: int) -> None:
+    def watched_fsync(file):
         synced[os.path.basename(os.readlink(f"/proc/self/fd/{file}"))] = os.fstat(file).st_size
         fsync(file)
 
-    def watched_replace(old: str, new: str) -> None:
+    def watched_replace(old, new):
         at_commit.extend([dict(synced)] if os.path.basename(new).startswith("rescale_data-") else [])
         replace(old, new)
 
@@ -150,74 +148,58 @@ def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatc
         assert found[".metadata.tmp" if file.name == ".metadata" else file.name] == file.stat().st_size
 
 
-def test_pieces_are_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_read_into_memory_that_is_used_again(tmp_path, monkeypatch):
     sizes = [400 + number % 2 for number in range(50)] + [10_000, 3, 0, 10_001, 9_999]
     state = {f"w{number:02}": torch.randn(size) for number, size in enumerate(sizes)}
     checkpoint.save(tmp_path / "c", {**state, "tuple": (torch.ones(7), 1)})
-    taken: list[int] = []
+    taken = []
     empty = Memory.empty
     monkeypatch.setattr(Memory, "empty", lambda size: taken.append(size) or empty(size))
-    target: dict[str, Any] = {**{name: torch.zeros_like(value) for name, value in state.items()}, "tuple": None}
+    target = {**{name: torch.zeros_like(value) for name, value in state.items()}, "tuple": None}
     checkpoint.load(tmp_path / "c", target)
     assert len(taken) < 12
     assert target.pop("tuple")[0].tolist() == [1.0] * 7
     assert all(torch.equal(target[name], value) for name, value in state.items())
 
 
-class FailingStream:
-    """A file of which the second write fails: the first fills it to the end of the disk."""
-
-    def __init__(self, raw: BinaryIO, error: OSError) -> None:
-        self.raw, self.error, self.num_writes = raw, error, 0
-
-    def write(self, data: Any) -> int:
-        self.num_writes += 1
-        if self.num_writes > 1:
-            raise self.error
-        return self.raw.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)
-
-
 class FailingDisk(DiskStore):
-    """A disk on which an operation ("open", "write" or "rename") fails for files of some name, as DCP's streams meet it."""
+    """A disk on which an operation ("open" or "rename") fails for files of some name, or that is full as they are written."""
 
     fails, number = ("", ""), errno.ENOSPC
 
-    def error_at(self, operation: str, path: str) -> OSError | None:
-        is_here = operation == self.fails[0] and self.fails[1] in path
-        return OSError(self.number, os.strerror(self.number)) if is_here else None
+    def is_here(self, operation, path):
+        return operation == self.fails[0] and self.fails[1] in path
 
-    def open_write(self, path: str) -> BinaryIO:
-        if error := self.error_at("open", path):
-            raise error
-        stream, error = super().open_write(path), self.error_at("write", path)
-        return FailingStream(stream, error) if error else stream  # type: ignore[return-value]
+    def open_write(self, path):
+        if self.is_here("open", path):
+            raise OSError(self.number, os.strerror(self.number))
+        stream = super().open_write(path)
+        if self.is_here("write", path):
+            with open("/dev/full", "wb") as full:
+                os.dup2(full.fileno(), stream.fileno())
+        return stream
 
-    def rename(self, path: str, new_path: str) -> None:
-        if error := self.error_at("rename", new_path):
-            raise error
+    def rename(self, path, new_path):
+        if self.is_here("rename", new_path):
+            raise OSError(self.number, os.strerror(self.number))
         super().rename(path, new_path)
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> type[FailingDisk]:
+def disk(monkeypatch):
     monkeypatch.setattr("rescale_data.checkpoint.storage.open.DiskStore", FailingDisk)
     monkeypatch.setattr(FailingDisk, "fails", ("", ""))
     monkeypatch.setattr(FailingDisk, "number", errno.ENOSPC)
     return FailingDisk
 
 
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(operation, name) for name in (".metadata", "rescale_data-") for operation in ("open", "rename")]
-    + [("open", ".distcp"), ("write", ".distcp")],
-)
-@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "No permission")])
-def test_a_failing_disk_leaves_the_checkpoint_before(
-    tmp_path: Path, disk: type[FailingDisk], operation: str, name: str, number: int, words: str
-) -> None:
+FULL, DENIED = (errno.ENOSPC, "disk is full"), (errno.EACCES, "No permission")
+OPERATIONS = [("open", ".metadata"), ("rename", ".metadata"), ("open", "rescale_data-"), ("rename", "rescale_data-")]
+FAULTS = [(*of, *why) for of in (*OPERATIONS, ("open", ".distcp")) for why in (FULL, DENIED)]
+
+
+@pytest.mark.parametrize(("operation", "name", "number", "words"), [*FAULTS, ("write", ".distcp", *FULL)])
+def test_a_failing_disk_leaves_the_checkpoint_before(tmp_path, disk, operation, name, number, words):
     checkpoint.save(tmp_path / "c", state_at(1))
     disk.fails, disk.number = (operation, name), number
     for path in ("new", "c"):
@@ -232,7 +214,7 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_value_that_cannot_be_pickled_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_pickled_leaves_the_checkpoint_before(tmp_path):
     checkpoint.save(tmp_path / "c", state_at(1))
     for path in ("new", "c"):
         with pytest.raises(Exception, match="pickle"):
@@ -243,7 +225,7 @@ def test_a_value_that_cannot_be_pickled_leaves_the_checkpoint_before(tmp_path: P
     assert not list(tmp_path.glob("new/[!.]*"))
 
 
-CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
+CALLS = {
     "save": lambda manager: manager.save(3, state_at(3)),
     "wait": lambda manager: manager.wait(),
     "load_latest": lambda manager: manager.load_latest(state_at()),
@@ -253,9 +235,7 @@ CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_failed_upload_is_raised_by_the_next_call(
-    tmp_path: Path, disk: type[FailingDisk], call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_upload_is_raised_by_the_next_call(tmp_path, disk, call, caplog):
     manager = CheckpointManager(tmp_path)
     manager.save(1, state_at(1))
     manager.wait()

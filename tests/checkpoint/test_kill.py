@@ -3,13 +3,13 @@
 RESCALE_DATA_KILLS sets how often (default 40; 200 take about a minute). Kills at each request to the store: law 7.
 """
 
+import contextlib
+import multiprocessing
 import os
 import random
 import signal
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import save_of
-from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import state_at
 
+context = multiprocessing.get_context("forkserver")
 KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))
 
 
-def check(folder: Path, at_least: int) -> int:
+def check(folder, at_least):
     target = state_at(0)
     with CheckpointManager(folder) as manager:
         steps = manager.steps()
@@ -37,29 +37,29 @@ def check(folder: Path, at_least: int) -> int:
     return found
 
 
-def last(reports: Connection, committed: int) -> int:
-    try:
+def last(reports, committed):
+    with contextlib.suppress(EOFError):
         while True:
             committed = reports.recv()
-    except EOFError:
-        return committed
+    return committed
 
 
-def save_for_ever(folder: str, mode: Any, reports: Any) -> None:
-    torch.manual_seed(0)
-    with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
-        target = state_at(0)
-        step = manager.load_latest(target) or 0
+def save_for_ever(rank, rendezvous, folder, mode, reports):
+    """Save as one of two ranks until it is killed, or fails since the other one is."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(seconds=60), 2, rank)
+    with contextlib.suppress(Exception), CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
+        step = manager.load_latest(state_at(0)) or 0
         while True:
             step += 1
             for _ in range(1 + step % 2):
                 manager.save(step, state_at(step))
                 manager.wait()
-                if dist.get_rank() == 0:
+                if rank == 0:
                     reports.send(step)
 
 
-def end(processes: list[Any]) -> int:
+def end(processes):
     """Wait for ranks that have lost one, kill those that do not end, as a launcher does, and return their number.
 
     A rank raises at once when its peer is gone, but for a race in gloo: where the peer dies after it asked for a message
@@ -78,11 +78,14 @@ def end(processes: list[Any]) -> int:
 
 @pytest.mark.timeout(600)  # a rank that is stuck is waited for
 @pytest.mark.parametrize("mode", ["thread", "disabled"])
-def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
+def test_kills_of_one_rank_or_all(tmp_path, mode):
     rng, committed, stuck = random.Random(KILLS), 0, 0
     for round_ in range(KILLS // 2):
         ours, theirs = context.Pipe(duplex=False)
-        processes = start(2, save_for_ever, str(tmp_path), mode, theirs)
+        given = (tmp_path / f"rendezvous-{round_}", tmp_path / "run", mode, theirs)
+        processes = [context.Process(target=save_for_ever, args=(rank, *given)) for rank in range(2)]
+        for process in processes:
+            process.start()
         theirs.close()
         committed = ours.recv()
         time.sleep(rng.uniform(0, 0.06))  # the random moment
@@ -90,4 +93,4 @@ def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
             os.kill(victim.pid, signal.SIGKILL)
         stuck += end(processes)
         assert stuck < 3, "a rank that lives raises: its group is broken"
-        committed = check(tmp_path, last(ours, committed))
+        committed = check(tmp_path / "run", last(ours, committed))

@@ -10,9 +10,6 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, BinaryIO
 from unittest.mock import Mock
 
 import pytest
@@ -28,18 +25,18 @@ from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.cli import inspect
 from rescale_data.errors import DamagedCheckpointError
 from tests.checkpoint.models import Training
-from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader, data, flip
+from tests.distributed.ranks import run_ranks
 
 MODES = ["disabled", "thread"]
 KINDS = (OrderedDict(a=1), [Counter("aab")], {1: 2.5})
 
 
-def copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def copy_once(monkeypatch):
     """Let DCP's stagers be as those of torch 2.10 and 2.11, which forget with their first copy how to make one."""
-    stage, used = DefaultStager.stage, list[DefaultStager]()
+    stage, used = DefaultStager.stage, []
 
-    def once(self: DefaultStager, state: Any) -> Any:
+    def once(self, state):
         if self in used:
             raise KeyError(type)
         used.append(self)
@@ -49,7 +46,7 @@ def copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", [*MODES, "stagers that copy once"])
-def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path: Path, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path, how, monkeypatch):
     if how not in MODES:
         copy_once(monkeypatch)
     mode = how if how in MODES else "thread"
@@ -76,7 +73,7 @@ def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path: Path, how: Any, mo
         assert other.numbers() == numbers
 
 
-def train_with_collectives(folder: str, how: str) -> list[Any]:
+def train_with_collectives(folder, how):
     training, seen = Training(how), []
     with CheckpointManager(f"{folder}/run", keep_latest=2) as manager:
         for step in range(1, 6):
@@ -91,9 +88,9 @@ def train_with_collectives(folder: str, how: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp1", "fsdp1-flat"])
-def test_saves_while_training_runs_collectives_and_saves_by_itself(tmp_path: Path, how: str) -> None:
+def test_saves_while_training_runs_collectives_and_saves_by_itself(tmp_path, how):
     """On the default group they would hang; the manager has a gloo group of its own, and one save at a time on it."""
-    seen = run(2, train_with_collectives, str(tmp_path), how)
+    seen = run_ranks(2, train_with_collectives, str(tmp_path), how)
     assert seen[0] == seen[1]
     saved = {f"run/step-{step}": step for step in (4, 5)} | {f"whole-{step}": step for step in range(1, 6)}
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("run/step-*")} == {"run/step-4", "run/step-5"}
@@ -105,7 +102,7 @@ def test_saves_while_training_runs_collectives_and_saves_by_itself(tmp_path: Pat
 class GatedStore(DiskStore):
     gate, waiting = threading.Event(), threading.Event()
 
-    def open_write(self, path: str) -> BinaryIO:
+    def open_write(self, path):
         if path.endswith(".distcp"):
             self.waiting.set()
             assert self.gate.wait(60)
@@ -113,9 +110,7 @@ class GatedStore(DiskStore):
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_save_waits_for_the_copy_that_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
-) -> None:
+def test_a_save_waits_for_the_copy_that_is_written(tmp_path, monkeypatch, is_interrupted):
     """Also after Ctrl-C in a wait for it. Else the first checkpoint would hold values of the second."""
     GatedStore.gate.clear()
     GatedStore.waiting.clear()
@@ -146,11 +141,11 @@ def test_a_save_waits_for_the_copy_that_is_written(
         assert loaded.weight.unique().tolist() == [float(step)]
 
 
-def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order, in_background = list[str](), set[int]()
+def test_the_next_optimizer_step_waits_for_the_copy(tmp_path, monkeypatch):
+    order, in_background = [], set()
     copying, go_on = threading.Event(), threading.Event()
 
-    def slow(_: DefaultStager, state: Any) -> Any:
+    def slow(_, state):
         in_background.update(tensor.data_ptr() for tensor in state.values())
         copying.set()
         assert go_on.wait(60)
@@ -174,7 +169,7 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
     assert other.numbers() == expected
 
 
-def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
+def test_optimizers_step_whatever_hooks_there_are(tmp_path):
     training, steps = Training(), []
     hooks = [register_optimizer_step_pre_hook(lambda *_: steps.append("before"))]
     with CheckpointManager(tmp_path / "a") as first, CheckpointManager(tmp_path / "b") as second:
@@ -189,7 +184,7 @@ def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
     assert steps == ["before", "before", "later", "before", "later", "later"]
 
 
-def test_a_manager_that_is_dropped_frees_its_copies_and_the_folder(tmp_path: Path) -> None:
+def test_a_manager_that_is_dropped_frees_its_copies_and_the_folder(tmp_path):
     training = Training()
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, training.state)
@@ -206,7 +201,7 @@ def test_a_manager_that_is_dropped_frees_its_copies_and_the_folder(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_close_ends_though_a_forked_child_lives(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any) -> None:
+def test_close_ends_though_a_forked_child_lives(tmp_path, caplog, mode):
     """The child has a copy of all that is open here."""
     manager = CheckpointManager(tmp_path / "run", async_mode=mode)
     manager.save(1, {"a": torch.ones(3)})
@@ -231,7 +226,7 @@ manager.save(1, {"a": torch.ones(1 << 22), "b": list(range(5))})
 """
 
 
-def test_an_exit_without_close_waits_for_the_save(tmp_path: Path) -> None:
+def test_an_exit_without_close_waits_for_the_save(tmp_path):
     done = subprocess.run([sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
@@ -257,9 +252,7 @@ LOSSES = [5.0, 9.0, float("nan"), 1.0, 4.0, 4.0, 1.5, 8.0, 7.0, 6.0]
         ({"keep_latest": 2, "keep_every": 5, "keep_best": ("loss", "min", 1)}, [0, 3, 5, 8, 9]),
     ],
 )
-def test_what_no_rule_keeps_is_deleted_over_restarts(
-    tmp_path: Path, mode: Any, rules: dict[str, Any], kept: list[int]
-) -> None:
+def test_what_no_rule_keeps_is_deleted_over_restarts(tmp_path, mode, rules, kept):
     for steps in (range(4), range(4, 10)):
         with CheckpointManager(tmp_path / "run", **rules, async_mode=mode) as manager:
             for step in steps:
@@ -267,9 +260,7 @@ def test_what_no_rule_keeps_is_deleted_over_restarts(
     assert RunReader(tmp_path / "run").steps() == kept
 
 
-def test_what_was_saved_last_stays_though_later_steps_are_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_saved_last_stays_though_later_steps_are_there(tmp_path, caplog):
     with CheckpointManager(tmp_path / "run", keep_latest=2, async_mode="disabled") as manager:
         for step in (5, 8, 9):
             manager.save(step, {"a": step})
@@ -282,8 +273,8 @@ def test_what_was_saved_last_stays_though_later_steps_are_there(
     assert "holds the later steps [8, 9]: load_latest loads the last of them" in caplog.text
 
 
-def test_a_metric_that_no_checkpoint_has_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rules: dict[str, Any] = {"keep_latest": 1, "keep_best": ("val_los", "min", 2), "async_mode": "disabled"}
+def test_a_metric_that_no_checkpoint_has_is_said_once(tmp_path, caplog):
+    rules = {"keep_latest": 1, "keep_best": ("val_los", "min", 2), "async_mode": "disabled"}
     with CheckpointManager(tmp_path / "run", **rules) as manager:
         manager.save(0, {"a": 0})
         manager._wait_until_idle()
@@ -294,7 +285,7 @@ def test_a_metric_that_no_checkpoint_has_is_said_once(tmp_path: Path, caplog: py
     assert "they have ['val_loss']" in caplog.text
 
 
-READS: dict[str, Callable[[Path, Path], Any]] = {
+READS = {
     "load": lambda path, _: checkpoint.load(path, {"a": torch.zeros(3)}),
     "read_data_state": lambda path, _: checkpoint.read_data_state(path),
     "verify": lambda path, _: checkpoint.verify(path),
@@ -305,17 +296,15 @@ READS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_whatever_reads_a_checkpoint_keeps_it_from_retention(tmp_path, monkeypatch, how):
     """Each file is read while step 1 has a lease, and a manager that wants to delete it leaves it."""
-    path, opened, leases = tmp_path / "run" / "step-1", list[str](), tmp_path / "run" / ".leases"
+    path, opened, leases = tmp_path / "run" / "step-1", [], tmp_path / "run" / ".leases"
     with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
         manager.save(1, {"a": torch.ones(3), "loader": StandInLoader()})
         manager._wait_until_idle()
         open_read = DiskStore.open_read
 
-        def noted(store: DiskStore, name: str) -> BinaryIO:
+        def noted(store, name):
             if "step-1/" in name:
                 assert len(os.listdir(leases)) > 1, "the owner's and the reader's"
                 opened.append(name)
@@ -334,15 +323,15 @@ def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
         assert manager.steps() == [3]
 
 
-def state(step: int, size: int = 300) -> dict[str, Any]:
+def state(step, size=300):
     return {"a": torch.full((size,), step), "z": torch.full((size,), step), "n": step}
 
 
-def loaded(target: dict[str, Any]) -> list[int]:
+def loaded(target):
     return [int(target["a"].sum()), int(target["z"].sum()), target["n"]]
 
 
-def test_load_latest_passes_over_damaged_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_latest_passes_over_damaged_steps(tmp_path, caplog):
     """And loads the one before over all that they have left in the state."""
     with CheckpointManager(tmp_path, keep_latest=None, async_mode="disabled") as manager:
         target = state(0)
@@ -370,7 +359,7 @@ def test_load_latest_passes_over_damaged_steps(tmp_path: Path, caplog: pytest.Lo
             manager.load_latest(target)
 
 
-def test_the_newest_whole_step_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_the_newest_whole_step_that_does_not_fit_is_an_error(tmp_path):
     """Which tells that the state is half loaded, where a damaged step was tried before."""
     for step, size in ((1, 300), (2, 3), (3, 300)):
         checkpoint.save(tmp_path / f"step-{step}", state(step, size))
@@ -382,25 +371,25 @@ def test_the_newest_whole_step_that_does_not_fit_is_an_error(tmp_path: Path) -> 
     assert "The state is half loaded" in note
 
 
-def test_a_damaged_checkpoint_that_is_deleted_meanwhile_is_told(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_is_deleted_meanwhile_is_told(tmp_path):
     """It was read in part: a load that finds no other one does not end as if nothing was there."""
     checkpoint.save(tmp_path / "step-1", {"a": 1})
     (data(tmp_path / "step-1") / "__0_0.distcp").write_bytes(b"x")
     reader = RunReader(tmp_path)
-    named, looks = reader._folder.steps_with_folder, list[int]()
+    named, looks = reader._folder.steps_with_folder, []
 
-    def late() -> list[int]:
+    def late():
         if looks:
             shutil.rmtree(tmp_path / "step-1", ignore_errors=True)
         looks.append(1)
         return named()
 
-    reader._folder.steps_with_folder = late  # type: ignore[method-assign]
+    reader._folder.steps_with_folder = late
     with pytest.raises(ValueError, match=r"damaged: steps \[1\]"):
         reader.load_latest({"a": 0})
 
 
-def test_what_load_latest_did_not_load_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_load_latest_did_not_load_is_in_the_log(tmp_path, caplog):
     with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         manager.save(1, {"a": torch.zeros(2), "head": {"old": 1, "same": torch.zeros(2)}})
         assert manager.load_latest({"a": torch.zeros(2)}, strict=False) == 1
@@ -420,18 +409,18 @@ WRONG = [
 
 
 @pytest.mark.parametrize("rules", WRONG)
-def test_rules_that_make_no_sense(tmp_path: Path, rules: dict[str, Any]) -> None:
+def test_rules_that_make_no_sense(tmp_path, rules):
     with pytest.raises(ValueError, match=f"{next(iter(rules))}="):
         CheckpointManager(tmp_path, **rules)
 
 
-def test_steps_and_metrics_are_numbers(tmp_path: Path) -> None:
+def test_steps_and_metrics_are_numbers(tmp_path):
     with CheckpointManager(tmp_path, async_mode="disabled") as manager:
         for step in (1.0, "1", True):
             with pytest.raises(TypeError, match=f"step={step!r} .* give an int"):
-                manager.save(step, {})  # type: ignore[arg-type]
+                manager.save(step, {})
         with pytest.raises(ValueError, match="integer of at least 0"):
             manager.save(-1, {})
         with pytest.raises(TypeError, match=r"metrics\['loss'\]"):
-            manager.save(1, {"a": 1}, metrics={"loss": "low"})  # type: ignore[dict-item]
-        manager.save(1, {"a": 1}, metrics={"loss": torch.tensor(2.0)})  # type: ignore[dict-item]
+            manager.save(1, {"a": 1}, metrics={"loss": "low"})
+        manager.save(1, {"a": 1}, metrics={"loss": torch.tensor(2.0)})

@@ -1,8 +1,7 @@
 """Optimizers that are not the one that was saved: found before anything is loaded, and left out so that training goes on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,25 +17,25 @@ from tests.nodes.resume import plain
 Build = Callable[[Any], torch.optim.Optimizer]
 
 
-def net(*widths: int) -> nn.Sequential:
+def net(*widths):
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
-def step(state: dict[str, Any]) -> None:
+def step(state):
     state["m"](torch.ones(2, 4)).square().sum().backward()
     state["opt"].step()
     state["opt"].zero_grad()
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model):
     return Adam(model.parameters())
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
+def momentum(model):
     return SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def state_of(widths: tuple[int, ...], build: Build = adam, steps: int = 0) -> dict[str, Any]:
+def state_of(widths, build=adam, steps=0):
     torch.manual_seed(len(widths))
     model = net(*widths)
     state = {"m": model, "opt": build(model)}
@@ -45,17 +44,17 @@ def state_of(widths: tuple[int, ...], build: Build = adam, steps: int = 0) -> di
     return state
 
 
-def by_name(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def by_name(state):
     return named_state(state["m"], state["opt"])["state"]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     checkpoint.save(tmp_path / "c", state_of((4, 4, 2), steps=2))
     return tmp_path / "c"
 
 
-def in_groups(*groups: list[int]) -> Build:
+def in_groups(*groups):
     """Adam with a group for each of these lists of layers."""
     return lambda model: Adam(
         [{"params": [p for n in group for p in model[n].parameters()]} for group in groups], lr=0.5
@@ -70,7 +69,7 @@ REGROUPED = (
 )
 OTHER = ("different: opt, of another optimizer in the checkpoint: its groups lack dampening, momentum of SGD",)
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
-MISFITS: dict[str, tuple[tuple[int, ...], Build, tuple[str, ...], str, list[str], list[float]]] = {
+MISFITS = {
     "another head": ((4, 4, 5), adam, HEAD, "opt.state.1.weight.exp_avg", NAMES[:2], [1e-3]),
     "another optimizer": ((4, 4, 2), momentum, OTHER, "opt", [], [0.1]),
     "an added layer": ((4, 4, 2, 2), in_groups([0, 1, 2]), ADDED, "opt.param_groups", [], [0.5]),
@@ -82,7 +81,7 @@ MISFITS: dict[str, tuple[tuple[int, ...], Build, tuple[str, ...], str, list[str]
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_told_or_left_out(saved: Path, name: str, steps: int) -> None:
+def test_what_does_not_fit_is_told_or_left_out(saved, name, steps):
     """A strict load changes nothing; after another one what was left out is as before, and training goes on."""
     widths, build, all_words, mismatched, names, rates = MISFITS[name]
     state = state_of(widths, build, steps)
@@ -103,26 +102,24 @@ def test_what_does_not_fit_is_told_or_left_out(saved: Path, name: str, steps: in
     step(state)
 
 
-def test_another_optimizer_with_the_same_settings_fits(saved: Path) -> None:
+def test_another_optimizer_with_the_same_settings_fits(saved):
     assert checkpoint.load(saved, state_of((4, 4, 2), lambda m: AdamW(m.parameters()))) == checkpoint.LoadReport()
 
 
 class Scaled(nn.Module):
     """A layer with one parameter that may be without dimensions."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape):
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 2), nn.Parameter(torch.ones(shape))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x) * self.scale
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("build", [Adam, NAdam, lambda p: Adam(p, fused=True), lambda p: SGD(p, momentum=0.9)])
-def test_a_parameter_that_was_saved_without_dimensions(
-    tmp_path: Path, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], steps: int
-) -> None:
+def test_a_parameter_that_was_saved_without_dimensions(tmp_path, build, steps):
     """An average without dimensions is not one of a vector: fused kernels would read beyond it."""
     saved, state = ({"m": Scaled(*shape)} for shape in ((), (2,)))
     for content, count in ((saved, 2), (state, steps)):
@@ -141,13 +138,13 @@ def test_a_parameter_that_was_saved_without_dimensions(
 class Rows(torch.optim.Optimizer):
     """An optimizer that is not torch's: its state is shaped unlike its parameters."""
 
-    def __init__(self, params: Iterable[Any]) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["by number"] = [{0: 0}]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state.setdefault("rows", torch.zeros(parameter.shape[:1], dtype=torch.float64))
@@ -158,7 +155,7 @@ class Rows(torch.optim.Optimizer):
             state["count"] += 1
 
 
-def test_what_an_entry_is_loaded_into() -> None:
+def test_what_an_entry_is_loaded_into():
     """Without dimensions it is not another optimizer's vector; what does not fit takes no memory."""
     model = net(4, 2)
     live = {"average": torch.zeros(2, 4), "scalar": torch.zeros(()), "step": torch.zeros(1)}
@@ -171,18 +168,18 @@ def test_what_an_entry_is_loaded_into() -> None:
 
 
 @pytest.mark.parametrize("build", [Rows, NAdam, torch.optim.ASGD, torch.optim.LBFGS])
-def test_state_comes_back_in_its_shapes_dtypes_and_lists(tmp_path: Path, build: Any) -> None:
+def test_state_comes_back_in_its_shapes_dtypes_and_lists(tmp_path, build):
     """torch would load the product of all momenta in the parameters' dtype, which bfloat16 rounds."""
 
-    def state(steps: int) -> dict[str, Any]:
+    def state(steps):
         model = net(4, 2).to(torch.bfloat16)
         state = {"m": model, "opt": build(model.parameters())}
         for _ in range(steps):
             step(state)
         return state
 
-    def step(state: dict[str, Any]) -> None:
-        def loss() -> torch.Tensor:
+    def step(state):
+        def loss():
             state["opt"].zero_grad()
             value = (state["m"](torch.ones(2, 4, dtype=torch.bfloat16)) - 3).square().sum()
             value.backward()
@@ -199,10 +196,10 @@ def test_state_comes_back_in_its_shapes_dtypes_and_lists(tmp_path: Path, build: 
         step(other)
 
 
-def test_a_learning_rate_that_is_a_tensor_and_groups_without_parameters(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_a_tensor_and_groups_without_parameters(tmp_path):
     """These go in order."""
 
-    def build(rate: Any, *rates: float) -> dict[str, Any]:
+    def build(rate, *rates):
         empty = [{"params": [], "lr": other} for other in rates]
         return state_of((4, 2), lambda m: Adam([{"params": m.parameters()}, *empty], lr=rate), steps=1)
 
@@ -216,7 +213,7 @@ def test_a_learning_rate_that_is_a_tensor_and_groups_without_parameters(tmp_path
             step(state)
 
 
-def test_a_checkpoint_without_the_optimizer_and_one_by_number(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_optimizer_and_one_by_number(tmp_path):
     given, state = state_of((4, 4, 2), steps=2), state_of((4, 4, 2), steps=1)
     torch.save({"m": given["m"].state_dict(), "opt": given["opt"].state_dict()}, tmp_path / "number.pt")
     checkpoint.save(tmp_path / "none", {"m": given["m"]})

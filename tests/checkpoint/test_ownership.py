@@ -3,9 +3,6 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
@@ -18,23 +15,22 @@ from rescale_data.checkpoint.storage.claims import ONLY_STEP
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import Store
 
 STATE = {"a": torch.ones(3), "b": 1}
 
 
-def save_steps(folder: str | Path, *steps: int, keep_latest: int | None = None) -> None:
+def save_steps(folder, *steps, keep_latest=None):
     with CheckpointManager(folder, keep_latest=keep_latest, async_mode="disabled") as manager:
         for step in steps:
             manager.save(step, {"n": step})
 
 
-def load_latest(folder: str | Path) -> tuple[int | None, int]:
+def load_latest(folder):
     target = {"n": 0}
     return RunReader(folder).load_latest(target), target["n"]
 
 
-def listed(folder: str | Path) -> dict[str, list[str]]:
+def listed(folder):
     store, path = open_store(folder)
     return {name: store.names(f"{path}/{name}") for name in store.names(path) if name.startswith("step-")}
 
@@ -51,7 +47,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_folder_that_is_not_ours_stays(folder: str, what: str) -> None:
+def test_a_folder_that_is_not_ours_stays(folder, what):
     store, path = open_store(f"{folder}/step-7")
     for file in FOREIGN[what]:
         store.mkdir(f"{path}/{file}".rpartition("/")[0])
@@ -75,7 +71,7 @@ def test_a_folder_that_is_not_ours_stays(folder: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["manifest", "data"])
-def test_a_copy_that_is_not_whole_stays(tmp_path: Path, left_out: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_is_not_whole_stays(tmp_path, left_out, caplog):
     save_steps(tmp_path / "run", 4, 5)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     for path in (tmp_path / "copy" / "step-5").glob("rescale_data-*" if left_out == "manifest" else "*/*.distcp"):
@@ -90,7 +86,7 @@ def test_a_copy_that_is_not_whole_stays(tmp_path: Path, left_out: str, caplog: p
         assert stock["n"] == 5
 
 
-def test_steps_that_are_all_passed_over_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_are_all_passed_over_are_named(tmp_path, caplog):
     """A run that would begin anew beside checkpoints of another tool is told."""
     dcp.save(dict(STATE), checkpoint_id=tmp_path / "run" / "step-5")
     assert RunReader(tmp_path / "run").load_latest(dict(STATE)) is None
@@ -99,7 +95,7 @@ def test_steps_that_are_all_passed_over_are_named(tmp_path: Path, caplog: pytest
     assert caplog.text.count("passed over") == 1
 
 
-def test_a_step_that_somebody_copied_counts(tmp_path: Path) -> None:
+def test_a_step_that_somebody_copied_counts(tmp_path):
     save_steps(tmp_path / "a", 100)
     save_steps(tmp_path / "b", 50)
     with CheckpointManager(tmp_path / "b", keep_latest=None, async_mode="disabled") as manager:
@@ -114,9 +110,7 @@ def test_a_step_that_somebody_copied_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ended", ["closed", "killed"])
-def test_a_step_that_was_taken_away_and_put_back_stays(
-    tmp_path: Path, ended: str, elsewhere: Callable[[], None]
-) -> None:
+def test_a_step_that_was_taken_away_and_put_back_stays(tmp_path, ended, elsewhere):
     run, away = tmp_path / "run", tmp_path / "away"
     first = CheckpointManager(run, async_mode="disabled")
     for step in (100, 150):
@@ -139,7 +133,7 @@ def test_a_step_that_was_taken_away_and_put_back_stays(
     assert load_latest(tmp_path / "other") == (100, 100)
 
 
-def test_a_copy_of_a_folder_that_is_open_is_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_of_a_folder_that_is_open_is_another_run(tmp_path, caplog):
     with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         manager.save(1, {"n": 1})
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -150,7 +144,7 @@ def test_a_copy_of_a_folder_that_is_open_is_another_run(tmp_path: Path, caplog: 
     assert [load_latest(tmp_path / name) for name in ("run", "copy")] == [(2, 2), (2, 20)]
 
 
-def test_a_checkpoint_is_no_folder_for_a_run(folder: str) -> None:
+def test_a_checkpoint_is_no_folder_for_a_run(folder):
     """Claims of a run in there would say that the checkpoint does not count."""
     checkpoint.save(folder, STATE)
     with pytest.raises(ValueError, match="is a checkpoint itself; give the folder of the run"):
@@ -158,7 +152,7 @@ def test_a_checkpoint_is_no_folder_for_a_run(folder: str) -> None:
     assert checkpoint.verify(folder) == []
 
 
-def test_a_step_of_a_manager_is_its_own(folder: str) -> None:
+def test_a_step_of_a_manager_is_its_own(folder):
     """Another save would stand below it, and count when the next owner has opened the run."""
     save_steps(folder, 1)
     before = listed(folder)
@@ -170,7 +164,7 @@ def test_a_step_of_a_manager_is_its_own(folder: str) -> None:
     assert load_latest(folder) == (1, 3)
 
 
-def test_nothing_of_a_deleted_step_stays(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_deleted_step_stays(folder, monkeypatch):
     """The deleting owner and the one after it were killed before they removed it."""
     with monkeypatch.context() as patched:
         patched.setattr(Ownership, "remove_obsolete", lambda _: None)
@@ -184,12 +178,12 @@ def test_nothing_of_a_deleted_step_stays(folder: str, monkeypatch: pytest.Monkey
     assert list(listed(folder)) == ["step-2"]
 
 
-def test_metrics_are_read_once_and_only_for_a_rule(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_read_once_and_only_for_a_rule(folder, monkeypatch):
     with CheckpointManager(folder, keep_latest=None, async_mode="disabled") as manager:
         for step in range(4):
             manager.save(step, STATE, metrics={"loss": step} if step % 2 else None)
         manager.wait()
-    read, metrics_of = list[str](), commit.metrics_of
+    read, metrics_of = [], commit.metrics_of
     monkeypatch.setattr(commit, "metrics_of", lambda *given: read.append(given[1]) or metrics_of(*given))
     owner = Ownership(*open_store(folder))
     for _ in range(3):
@@ -202,7 +196,7 @@ def test_metrics_are_read_once_and_only_for_a_rule(folder: str, monkeypatch: pyt
     assert len(read) == 4
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder, caplog):
     caplog.set_level(logging.INFO, logger="rescale_data")
     store, path = open_store(folder)
     killed = Ownership(store, path)
@@ -220,9 +214,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder: str, caplo
     assert "did not close it" not in caplog.text, "it is known to be dead"
 
 
-def test_an_owner_that_may_live_elsewhere_is_superseded_with_a_warning(
-    folder: str, caplog: pytest.LogCaptureFixture, elsewhere: Callable[[], None]
-) -> None:
+def test_an_owner_that_may_live_elsewhere_is_superseded_with_a_warning(folder, caplog, elsewhere):
     with CheckpointManager(folder, async_mode="disabled") as zombie:
         zombie.save(100, {"n": 100})
         elsewhere()
@@ -237,13 +229,11 @@ def test_an_owner_that_may_live_elsewhere_is_superseded_with_a_warning(
         assert load_latest(folder) == (105, 105)
 
 
-def test_a_save_whose_files_its_successor_removes_names_the_successor(
-    folder: str, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[], None]
-) -> None:
+def test_a_save_whose_files_its_successor_removes_names_the_successor(folder, monkeypatch, elsewhere):
     store = type(open_store(folder)[0])
     open_write = store.open_write
 
-    def superseded(self: Store, path: str) -> BinaryIO:
+    def superseded(self, path):
         if path.endswith(f"{METADATA}.tmp"):
             elsewhere()
             CheckpointManager(folder).close()
@@ -256,7 +246,7 @@ def test_a_save_whose_files_its_successor_removes_names_the_successor(
     assert RunReader(folder).steps() == []
 
 
-def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, elsewhere: Callable[[], None]) -> None:
+def test_pruning_leaves_a_run_that_saves_to_its_manager(folder, elsewhere):
     with CheckpointManager(folder, async_mode="disabled") as manager:
         elsewhere()
         with pytest.raises(ValueError, match="Try again with --wait"):
@@ -265,7 +255,7 @@ def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, elsewhere: 
     Ownership(*open_store(folder), wait=False).close()
 
 
-def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, elsewhere: Callable[[], None]) -> None:
+def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder, elsewhere):
     first = Ownership(*open_store(f"{folder}/c", to_write=True), has_one_checkpoint=True)
     save = first.begin_save(ONLY_STEP)
     elsewhere()
@@ -280,12 +270,12 @@ def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, el
 
 
 @pytest.mark.parametrize("lose", ["rescale_data-", ".metadata"])
-def test_an_answer_that_is_lost(folder: str, lose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_lost(folder, lose, monkeypatch):
     """The store did what it was asked for, and says that it did not."""
-    store, lost = type(open_store(folder)[0]), list[str]()
+    store, lost = type(open_store(folder)[0]), []
     put = store.put
 
-    def losing(self: Store, path: str, content: bytes) -> None:
+    def losing(self, path, content):
         put(self, path, content)
         if path.rpartition("/")[2].startswith(lose) and not lost:
             lost.append(path)

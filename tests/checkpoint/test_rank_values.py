@@ -2,11 +2,10 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,9 +16,8 @@ from torch import nn
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, PerRank
-from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader, data, flip
-from tests.distributed.ranks import fails
+from tests.distributed.ranks import fails, run_ranks
 from tests.distributed.segments import Logged
 
 
@@ -38,9 +36,9 @@ class Phase(Enum):
     HOT = "hot"
 
 
-def of_all(rank: int) -> dict[str, Any]:
+def of_all(rank):
     norm = nn.BatchNorm1d(2)
-    norm.running_mean.fill_(rank)  # type: ignore[union-attr]
+    norm.running_mean.fill_(rank)
     return {
         "w": torch.arange(5000.0),
         "epoch": 3,
@@ -52,7 +50,7 @@ def of_all(rank: int) -> dict[str, Any]:
     }
 
 
-DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
+DIFFERENT = {
     "epoch": lambda rank: {"epoch": 3 + rank},
     "extra.seeds": lambda rank: {"extra": {"seeds": [1, rank]}},
     "numpy.state": lambda rank: {"numpy": {"state": np.random.RandomState(rank).get_state()}},
@@ -66,7 +64,7 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def disagree(folder: str) -> None:
+def disagree(folder):
     rank = dist.get_rank()
     checkpoint.save(f"{folder}/same", of_all(rank))
     for name, of in DIFFERENT.items():
@@ -91,26 +89,26 @@ def disagree(folder: str) -> None:
     fails("keep_latest", CheckpointManager, f"{folder}/run", keep_latest=[1, 0][rank])
 
 
-def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
-    run(2, disagree, str(tmp_path))
+def test_ranks_that_disagree_are_an_error_on_all(tmp_path):
+    run_ranks(2, disagree, str(tmp_path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
 
 
 class FailsOnRankOne:
-    def __init__(self, *, loads: bool = False) -> None:
+    def __init__(self, *, loads=False):
         self.loads = loads
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         if dist.get_rank() == 1 and not self.loads:
             raise RuntimeError("no state on this rank")
         return {"a": 1}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         if dist.get_rank() == 1:
             raise RuntimeError("no load on this rank")
 
 
-def fail_on_rank_one(folder: str) -> None:
+def fail_on_rank_one(folder):
     """One rank refuses each call, in which the others meet in a collective of the loader: nobody waits there for it."""
     is_odd = dist.get_rank() == 1
     loader = rd.DataLoader(range(48), global_batch_size=12, micro_batch_size=6, num_logical_shards=24, timeout=10)
@@ -119,7 +117,7 @@ def fail_on_rank_one(folder: str) -> None:
     checkpoint.save(f"{folder}/whole", {**unloadable, "loader": loader})
     checkpoint.save(f"{folder}/ranks", {"rank": {f"{is_odd:d}": torch.full((100,), int(is_odd))}})
 
-    def save(manager: Any, *given: Any, **more: Any) -> None:
+    def save(manager, *given, **more):
         manager.save(*given, **more)
         manager.wait()
 
@@ -147,36 +145,36 @@ def fail_on_rank_one(folder: str) -> None:
     fails("__1_0.distcp is not what was saved", checkpoint.load, ranks, {"rank": {f"{is_odd:d}": own}})
 
 
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    run(2, fail_on_rank_one, str(tmp_path))
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path):
+    run_ranks(2, fail_on_rank_one, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disabled", "ranks", "thread", "whole"]
 
 
-def own(rank: int) -> dict[str, Any]:
+def own(rank):
     loader = StandInLoader(step=rank + 1)
     tensor = PerRank(torch.full((2,), float(rank)))
     return {"tensor": tensor, "plain": PerRank(("rng", rank)), "loader": PerRank(loader), "w": 1}
 
 
-def save_own(folder: str) -> None:
+def save_own(folder):
     checkpoint.save(f"{folder}/c", own(dist.get_rank()))
 
 
-def load_own(folder: str) -> tuple[Any, ...]:
+def load_own(folder):
     state = own(17)
     report = checkpoint.load(f"{folder}/c", state)
     assert report.not_asked == ()
     return state["tensor"].value.tolist(), state["plain"].value, state["loader"].value.step
 
 
-def test_a_rank_gets_its_own_back_and_on_another_world_size_by_its_number(tmp_path: Path) -> None:
-    run(2, save_own, str(tmp_path))
+def test_a_rank_gets_its_own_back_and_on_another_world_size_by_its_number(tmp_path):
+    run_ranks(2, save_own, str(tmp_path))
     expected = [([float(rank)] * 2, ("rng", rank), rank + 1) for rank in (0, 1, 0)]
-    assert run(3, load_own, str(tmp_path)) == expected
+    assert run_ranks(3, load_own, str(tmp_path)) == expected
     assert load_own(str(tmp_path)) == expected[0], "one process"
 
 
-def test_a_rank_without_a_value_of_its_own_is_told(tmp_path: Path) -> None:
+def test_a_rank_without_a_value_of_its_own_is_told(tmp_path):
     for name, saved in (("none", {"w": 1}), ("of all ranks", {"w": 1, "rng": torch.zeros(2)})):
         checkpoint.save(tmp_path / name, saved)
         with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):

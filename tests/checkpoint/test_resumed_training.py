@@ -7,7 +7,6 @@ frozen, sizes that ranks do not divide, a buffer.
 
 import glob
 import threading
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from rescale_data import checkpoint
 from tests.checkpoint.models import CPU, FLAT, Training, mesh
-from tests.checkpoint.processes import run
+from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, MicroBatch, global_batches, take
 from tests.pipelines import plain
 
@@ -29,11 +28,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Counting(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+    def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
@@ -45,13 +44,13 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(state["sum"], alpha=group["lr"] * float(state["scale"]) / state["count"])
 
 
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+def two_groups(model):
     biases = {name: parameter for name, parameter in model.named_parameters() if name.endswith("bias")}
     others = [parameter for name, parameter in model.named_parameters() if name not in biases]
     return [{"params": others}, {"params": [*biases.values()], "weight_decay": 0.0, "lr": 0.005}]
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)),
     "adamw": lambda m: torch.optim.AdamW(two_groups(m), lr=0.01, weight_decay=0.1),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
@@ -62,19 +61,19 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 class Block(nn.Module):
     """A layer, and experts of which the last is never chosen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(6))
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.out = nn.Linear(6, 6, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         chosen = [expert(x) for expert in list(self.experts)[:2]]
         return x + self.out(torch.tanh(torch.stack(chosen).mean(0))) * self.gain
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(11, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -84,16 +83,16 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.frozen(self.norm(x)))
 
 
-def build(how: str, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(how, name):
     torch.manual_seed(0)
-    model: nn.Module = Model()
+    model = Model()
     for number, block in enumerate(model.blocks if how != "none" else ()):
         if how == "fsdp2":
             for expert in block.experts:
@@ -112,7 +111,7 @@ def build(how: str, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, OPTIMIZERS[name](model)
 
 
-def losses(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, steps: int) -> list[float]:
+def losses(model, optimizer, start, steps):
     """The same batch on all ranks, so that any number of ranks trains alike; the last gradients stay."""
     found = []
     for step in range(start, start + steps):
@@ -126,7 +125,7 @@ def losses(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, steps
     return found
 
 
-def train_and_write(how: str, names: list[str], folder: str) -> None:
+def train_and_write(how, names, folder):
     """Each as a checkpoint, and gathered on rank 0 by DCP's functions (the README of checkpoint/) in a file of torch.save."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in names:
@@ -138,7 +137,7 @@ def train_and_write(how: str, names: list[str], folder: str) -> None:
             torch.save(dict(zip(("model", "optimizer"), states, strict=True)), f"{folder}/{name}.{dist.get_rank()}.pt")
 
 
-def resume(how: str, names: list[str], folder: str) -> list[tuple[str, list[float]]]:
+def resume(how, names, folder):
     """Into an optimizer that has stepped; and one into one that is new, and one that has gradients and no state."""
     found = []
     files = [*names, *(Path(file).name for file in glob.glob(f"{folder}/*.0.pt"))]
@@ -154,10 +153,10 @@ def resume(how: str, names: list[str], folder: str) -> list[tuple[str, list[floa
 
 
 @pytest.mark.parametrize(("how", "ranks", "names"), [("fsdp2", 4, [*OPTIMIZERS]), ("fsdp1-flat", 2, ["adam"])])
-def test_training_goes_on_in_another_wrapping(tmp_path: Path, how: str, ranks: int, names: list[str]) -> None:
-    run(ranks, train_and_write, how, names, str(tmp_path))
+def test_training_goes_on_in_another_wrapping(tmp_path, how, ranks, names):
+    run_ranks(ranks, train_and_write, how, names, str(tmp_path))
     expected = {name: losses(*build("none", name), 0, 10)[4:] for name in names}
-    for found in (*run(2, resume, "fsdp2", names, str(tmp_path)), resume("none", names, str(tmp_path))):
+    for found in (*run_ranks(2, resume, "fsdp2", names, str(tmp_path)), resume("none", names, str(tmp_path))):
         for name, got in found:
             assert got == pytest.approx(expected[name], rel=1e-5), name
 
@@ -166,13 +165,13 @@ PACKED = Data("packed", 500, 96)
 O = 24  # noqa: E741
 
 
-def begun(b: int) -> Training:
+def begun(b):
     """One rank of a run with FSDP2, or, without a process group, without; other weights on other topologies."""
     return Training("fsdp2" if dist.is_initialized() else "none", b, PACKED.loader(O, b, mesh=mesh()))
 
 
-def steps(run: Training, count: int) -> list[MicroBatch]:
-    found, batches = list[MicroBatch](), iter(run.loader)
+def steps(run, count):
+    found, batches = [], iter(run.loader)
     for _ in range(count):
         for _ in range(run.loader.gradient_accumulation_steps):
             found.append([plain(sample) for sample in next(batches)["samples"]])
@@ -186,16 +185,16 @@ class Seen(NamedTuple):
 
 
 class HeldWriter(dcp.FileSystemWriter):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(path)
         self.go = threading.Event()
 
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+    def write_data(self, *args, **kwargs):
         assert self.go.wait(60)
         return super().write_data(*args, **kwargs)
 
 
-def saved(folder: Path) -> Seen:
+def saved(folder):
     run = begun(3)
     steps(run, 3)
     dcp.save(run.stock_state, checkpoint_id=folder / "plain")
@@ -208,8 +207,8 @@ def saved(folder: Path) -> Seen:
     return Seen(numbers, taken)
 
 
-def loaded(paths: list[Path], b: int) -> list[Seen]:
-    found: list[Seen] = []
+def loaded(paths, b):
+    found = []
     for path in paths:
         run = begun(b)
         dcp.load(state := run.stock_state, checkpoint_id=path)
@@ -218,12 +217,12 @@ def loaded(paths: list[Path], b: int) -> list[Seen]:
     return found
 
 
-def test_saved_by_4_ranks_and_loaded_by_6_and_without_a_process_group(tmp_path: Path) -> None:
-    before = run(4, saved, tmp_path)
+def test_saved_by_4_ranks_and_loaded_by_6_and_without_a_process_group(tmp_path):
+    before = run_ranks(4, saved, tmp_path)
     uninterrupted = global_batches([take(PACKED.loader(O, O), 5)[3:]], O)
     assert global_batches([seen.taken for seen in before], O) == uninterrupted, "while a save is on its way"
     paths = [tmp_path / "plain", tmp_path / "async"]
-    for ranks in (run(6, loaded, paths, 2), [loaded(paths, O)]):
+    for ranks in (run_ranks(6, loaded, paths, 2), [loaded(paths, O)]):
         for found in zip(*ranks, strict=True):
             assert global_batches([seen.taken for seen in found], O) == uninterrupted
             for seen in found:

@@ -1,8 +1,6 @@
 """Save and load: what comes back, in every wrapping, and what is said when it does not fit."""
 
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +15,16 @@ from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, LoadReport
 from tests.checkpoint.models import Training, mesh
-from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
-from tests.distributed.ranks import fails
+from tests.distributed.ranks import fails, run_ranks
 from tests.states import opened
 
-WRAPPINGS = {"none": 1, "ddp": 2, "fsdp1": 3, "fsdp1-flat": 2, "fsdp2": 4, "tp": 2}
+WRAPPINGS = {"none": (1, 0), "ddp": (2, 3), "fsdp1": (3, 2), "fsdp1-flat": (2, 3), "fsdp2": (4, 3), "tp": (2, 4)}
+"""Ranks that save, and ranks that load; 0: without a process group."""
 Saved = dict[str, tuple[str, dict[str, Any]]]
 
 
-def save_as(how: str, path: str) -> dict[str, Any]:
+def save_as(how, path):
     training = Training(how)
     training.step(3)
     checkpoint.save(path, training.state)
@@ -35,7 +33,7 @@ def save_as(how: str, path: str) -> dict[str, Any]:
     return training.numbers()
 
 
-def load_as(how: str, paths: list[str]) -> list[dict[str, Any]]:
+def load_as(how, paths):
     found = []
     for path in paths:
         training = Training(how, seed=1)
@@ -45,25 +43,22 @@ def load_as(how: str, paths: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """Each wrapping's checkpoint, and a file of torch.save, with the numbers that were saved."""
     folder = tmp_path_factory.mktemp("saved")
-    found = {
-        how: (f"{folder}/{how}", run(ranks, save_as, how, f"{folder}/{how}")[0]) for how, ranks in WRAPPINGS.items()
-    }
+    paths = {how: f"{folder}/{how}" for how in WRAPPINGS}
+    found = {how: (paths[how], run_ranks(ranks, save_as, how, paths[how])[0]) for how, (ranks, _) in WRAPPINGS.items()}
     return {**found, "file": (f"{folder}/none.pt", found["none"][1])}
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks"), [("none", 0), ("ddp", 3), ("fsdp1", 2), ("fsdp1-flat", 3), ("fsdp2", 3), ("tp", 4)]
-)
-def test_every_wrapping_loads_what_every_other_saved(saved: Saved, how: str, ranks: int) -> None:
-    paths = [path for path, _ in saved.values()]
-    for found in run(ranks, load_as, how, paths) if ranks else [load_as(how, paths)]:
+@pytest.mark.parametrize("how", WRAPPINGS)
+def test_every_wrapping_loads_what_every_other_saved(saved, how):
+    paths, ranks = [path for path, _ in saved.values()], WRAPPINGS[how][1]
+    for found in run_ranks(ranks, load_as, how, paths) if ranks else [load_as(how, paths)]:
         assert found == [numbers for _, numbers in saved.values()]
 
 
-def test_stock_dcp_reads_the_folder_and_a_folder_of_stock_dcp_loads(saved: Saved, tmp_path: Path) -> None:
+def test_stock_dcp_reads_the_folder_and_a_folder_of_stock_dcp_loads(saved, tmp_path):
     path, expected = saved["fsdp2"]
     other = Training(seed=5)
     other.step()
@@ -76,7 +71,7 @@ def test_stock_dcp_reads_the_folder_and_a_folder_of_stock_dcp_loads(saved: Saved
     assert {key: found[key] for key in expected if "." in key} == {key: expected[key] for key in expected if "." in key}
 
 
-def test_a_save_never_steps_an_optimizer_without_state(tmp_path: Path) -> None:
+def test_a_save_never_steps_an_optimizer_without_state(tmp_path):
     training, other = Training(), Training(seed=3)
     checkpoint.save(tmp_path / "c", training.state)
     assert not training.optimizer.state
@@ -86,13 +81,11 @@ def test_a_save_never_steps_an_optimizer_without_state(tmp_path: Path) -> None:
     assert other.optimizer.param_groups[0]["lr"] == training.optimizer.param_groups[0]["lr"]
 
 
-def test_any_names_and_several_models_and_optimizers(tmp_path: Path) -> None:
-    def build(steps: int, rate: float) -> dict[str, Any]:
-        nets: dict[str, Any] = {name: nn.Linear(2, 2) for name in ("net.g", "keys", "train", "net")}
-        optimizers: dict[str, Any] = {
-            "opt": SGD([net.weight for net in nets.values()], lr=rate, momentum=0.9),
-            "biases": torch.optim.Adam([net.bias for net in nets.values()], lr=rate),
-        }
+def test_any_names_and_several_models_and_optimizers(tmp_path):
+    def build(steps, rate):
+        nets = {name: nn.Linear(2, 2) for name in ("net.g", "keys", "train", "net")}
+        weights, biases = [net.weight for net in nets.values()], [net.bias for net in nets.values()]
+        optimizers = {"opt": SGD(weights, lr=rate, momentum=0.9), "biases": torch.optim.Adam(biases, lr=rate)}
         for _ in range(steps):
             torch.stack([net(torch.ones(2)).sum() for net in nets.values()]).sum().backward()
             for optimizer in optimizers.values():
@@ -110,35 +103,29 @@ def test_any_names_and_several_models_and_optimizers(tmp_path: Path) -> None:
 
 
 class Keeper:
-    def __init__(self, state: dict[Any, Any]) -> None:
+    def __init__(self, state):
         self.state = state
 
-    def state_dict(self) -> dict[Any, Any]:
+    def state_dict(self):
         return self.state
 
-    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.state = state_dict
 
 
-def test_keys_that_are_no_strings_come_back_and_are_saved_again(tmp_path: Path) -> None:
+def test_keys_that_are_no_strings_come_back_and_are_saved_again(tmp_path):
     """DCP makes strings of them. Schedulers keep milestones by number."""
 
-    def build(x: int) -> dict[str, Any]:
-        kept = {1: x, None: {(2, 3): torch.full((2,), x)}, "list": [{4: x}, {6: torch.full((1,), x)}]}
+    def build(x):
+        kept = Keeper({1: x, None: {(2, 3): torch.full((2,), x)}, "list": [{4: x}, {6: torch.full((1,), x)}]})
         optimizer = SGD(nn.Linear(1, 1).parameters(), lr=float(x))
         steps, parts = MultiStepLR(optimizer, [2, 4, 6]), [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 3])]
         schedulers = {"steps": steps, "sequence": SequentialLR(optimizer, parts, [2])}
-        return {
-            "keeper": Keeper(kept),
-            "list": [{1: torch.full((2,), x)}, OrderedDict({2: x})],
-            "n": {3: {1: x}},
-            **schedulers,
-        }
+        values = {"list": [{1: torch.full((2,), x)}, OrderedDict({2: x})], "n": {3: {1: x}}}
+        return {"keeper": kept, **schedulers, **values}
 
-    def shown(state: dict[str, Any]) -> str:
-        return str(
-            {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
-        )
+    def shown(state):
+        return str([value.state_dict() if hasattr(value, "state_dict") else value for value in state.values()])
 
     checkpoint.save(tmp_path / "0", given := build(7))
     for generation in range(2):
@@ -147,7 +134,7 @@ def test_keys_that_are_no_strings_come_back_and_are_saved_again(tmp_path: Path) 
         checkpoint.save(tmp_path / str(generation + 1), state)
 
 
-def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_that_is_not_strict(tmp_path: Path) -> None:
+def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_that_is_not_strict(tmp_path):
     given, other = nn.Linear(3, 4), nn.Linear(3, 4)
     other.register_parameter("extra", nn.Parameter(torch.full((2,), 9.0)))
     saved = {"model": given, "net": nn.Linear(3, 4), "loader": StandInLoader(8), "half": torch.zeros(2), "number": 3}
@@ -157,15 +144,9 @@ def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_tha
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
         checkpoint.load(tmp_path / "c", state)
     for words in (
-        "missing in the checkpoint: net.0.weight",
-        "not asked for: net.weight",
-        "missing in the checkpoint: gone",
-        "half, a float32 tensor of shape [2] in the checkpoint, a float16",
-        "number, a plain value in the checkpoint",
-        "[8, 5]",
-        "[12, 5]",
-        "'net' (2 values)",
-        "num_logical_shards is fixed for a whole run",
+        *("missing in the checkpoint: net.0.weight", "missing in the checkpoint: gone", "not asked for: net.weight"),
+        *("half, a float32 tensor of shape [2] in the checkpoint, a float16", "[8, 5]", "[12, 5]"),
+        *("number, a plain value in the checkpoint", "'net' (2 values)", "num_logical_shards is fixed for a whole run"),
     ):
         assert words in str(caught.value)
     assert state["a"] == 0
@@ -179,7 +160,7 @@ def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_tha
     assert (state["a"], state["gone"]) == (1, 1)
 
 
-def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None:
+def test_a_name_that_begins_with_another_name_is_its_own(tmp_path):
     """DCP joins keys by dots, and a key may have one: "a.0" is a name, and the place of an item of "a"."""
     saved = {"a.0": 1, "a": [{"b": 2}]}
     checkpoint.save(tmp_path / "c", {"keeper": Keeper(saved), "keeper.more": {"c": 4, "d": 5}, "keeper.gone": 3})
@@ -191,26 +172,26 @@ def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None
     assert (keeper.state, more, other.state) == (saved, {"c": 4}, {"new": 0})
 
 
-def test_a_stateful_without_state_is_left_alone_where_its_name_is_a_value(tmp_path: Path) -> None:
+def test_a_stateful_without_state_is_left_alone_where_its_name_is_a_value(tmp_path):
     """Of a checkpoint that says nothing of the places of its names."""
     stock_planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"keeper": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=stock_planner)
-    state: dict[str, Any] = {}
+    state = {}
     keeper = Keeper(state)
     report = checkpoint.load(tmp_path / "c", {"keeper": keeper}, strict=False)
     assert report == LoadReport(unexpected=("keeper",))
     assert keeper.state is state
 
 
-def test_a_load_replaces_plain_values_and_changes_none(tmp_path: Path) -> None:
+def test_a_load_replaces_plain_values_and_changes_none(tmp_path):
     checkpoint.save(tmp_path / "c", {"a": ({"x": np.float32(2), "y": {1}},)})
-    held: Any = ({"x": np.float32(3), "y": {2}},)
+    held = ({"x": np.float32(3), "y": {2}},)
     state = {"a": held}
     checkpoint.load(tmp_path / "c", state)
     assert (state["a"], held) == (({"x": 2, "y": {1}},), ({"x": 3, "y": {2}},))
 
 
-def test_read_data_state(saved: Saved, tmp_path: Path) -> None:
+def test_read_data_state(saved, tmp_path):
     expected = StandInLoader(step=3)
     for how in WRAPPINGS:
         state = checkpoint.read_data_state(saved[how][0])
@@ -229,23 +210,23 @@ def test_read_data_state(saved: Saved, tmp_path: Path) -> None:
         checkpoint.read_data_state(tmp_path / "none")
 
 
-def on_meta() -> nn.Module:
+def on_meta():
     with torch.device("meta"):
         return nn.Linear(2, 3)
 
 
 class Numbered(SGD):
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters)
         self.state["steps"] = 1
 
 
-def numbered() -> dict[str, Any]:
+def numbered():
     model = nn.Linear(2, 3)
     return {"model": model, "opt": Numbered(model.parameters())}
 
 
-NOT_SAVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+NOT_SAVED = {
     "a list": (lambda: [1], TypeError, "maps names to values"),
     "a number as a name": (lambda: {1: 2}, TypeError, "keys are strings"),
     "a tuple as a key": (lambda: {"a": {"b": {(3,): 1}}}, TypeError, "'a.b' has the keys"),
@@ -260,7 +241,7 @@ NOT_SAVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an optimizer alone": (lambda: {"opt": SGD(nn.Linear(1, 1).parameters())}, ValueError, "Put its model into the"),
     "a number of an optimizer": (numbered, TypeError, r"'opt' has \['steps'\].*param_groups\[0\]\['steps'\]"),
 }
-UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
+UNFIT = {
     "meta": (on_meta, r"x.weight is on the meta device.*\n.*x.bias is on the meta device.*to_empty"),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
@@ -274,7 +255,7 @@ NOT_SAVED |= {name: (lambda build=build: {"x": build()}, ValueError, words) for 
 
 
 @pytest.mark.parametrize("what", NOT_SAVED)
-def test_what_has_no_place_in_a_checkpoint(tmp_path: Path, what: str) -> None:
+def test_what_has_no_place_in_a_checkpoint(tmp_path, what):
     build, error, words = NOT_SAVED[what]
     with pytest.raises(error, match=words):
         checkpoint.save(tmp_path / "c", build())
@@ -287,7 +268,7 @@ def test_what_has_no_place_in_a_checkpoint(tmp_path: Path, what: str) -> None:
             checkpoint.load(tmp_path / "c", build(), strict=strict)
 
 
-def save_partial(path: str) -> None:
+def save_partial(path):
     """Sharded tensors of which one rank's part would be saved, and a module on the meta device."""
     x = DTensor.from_local(torch.ones(3), mesh(), [Partial()])
     sharded = x.redistribute(placements=[Shard(0)])
@@ -305,19 +286,19 @@ def save_partial(path: str) -> None:
     fails("x.weight is on the meta device", checkpoint.load, f"{path}-model", state, kind=ValueError)
 
 
-def test_tensors_of_ranks_that_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
+def test_tensors_of_ranks_that_cannot_be_saved_or_loaded(tmp_path):
     model = nn.Linear(2, 3)
     optimizer = AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     checkpoint.save(tmp_path / "c-model", {"x": model, "optimizer": optimizer})
-    run(2, save_partial, str(tmp_path / "c"))
+    run_ranks(2, save_partial, str(tmp_path / "c"))
     model = on_meta().to_empty(device="cpu")
     checkpoint.load(tmp_path / "c-model", {"x": model, "optimizer": AdamW(model.parameters())})
 
 
 @pytest.mark.parametrize("spelt", ["{0}/c", "{0}//c/", "file://{0}/c", "local://{0}/c"])
-def test_a_local_folder_however_it_is_spelt(tmp_path: Path, spelt: str) -> None:
+def test_a_local_folder_however_it_is_spelt(tmp_path, spelt):
     path, target = spelt.format(tmp_path), {"n": 0}
     checkpoint.save(path, {"n": 1})
     checkpoint.load(tmp_path / "c", target)

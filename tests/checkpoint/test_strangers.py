@@ -3,41 +3,36 @@
 import datetime
 import enum
 import json
+import multiprocessing
 import os
 import pickle
 import re
 import signal
 import zlib
-from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import readers
 from rescale_data.checkpoint.storage.store import DiskStore
-from tests.checkpoint.processes import context
 from tests.checkpoint.stand_in import data, manifest
 
 STATE = {"w": torch.ones(3)}
 
 
-def hold(folder: Path, pid: Connection) -> None:
+def hold(folder, pid):
     with CheckpointManager(folder):
         pid.send(os.getpid())
         signal.pause()
 
 
-def test_a_second_manager_is_told_which_process_holds_the_folder(tmp_path: Path) -> None:
-    run = tmp_path.resolve() / "run"
+def test_a_second_manager_is_told_which_process_holds_the_folder(tmp_path):
+    run, context = tmp_path.resolve() / "run", multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=hold, args=(run, theirs))
     process.start()
@@ -51,10 +46,10 @@ def test_a_second_manager_is_told_which_process_holds_the_folder(tmp_path: Path)
         assert manager.steps() == [], "a killed one holds nothing"
 
 
-def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_whose_files_something_removes_is_an_error(tmp_path, monkeypatch):
     rename = DiskStore.rename
 
-    def tidy(store: DiskStore, path: Any, new_path: Any) -> None:
+    def tidy(store, path, new_path):
         rename(store, path, new_path)
         for file in (tmp_path / "c").glob("*/__0_0.distcp"):
             file.unlink()
@@ -65,7 +60,7 @@ def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("how", ["retention", "delete", "overwrite", "save", "dangling"])
-def test_a_link_is_read_and_never_entered(tmp_path: Path, how: str) -> None:
+def test_a_link_is_read_and_never_entered(tmp_path, how):
     foreign, new = tmp_path / "old" / "step-100", tmp_path / "new"
     checkpoint.save(foreign, STATE)
     new.mkdir()
@@ -98,7 +93,7 @@ def test_a_link_is_read_and_never_entered(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
-def test_a_manifest_or_metadata_that_names_a_file_outside(tmp_path: Path, name: str) -> None:
+def test_a_manifest_or_metadata_that_names_a_file_outside(tmp_path, name):
     checkpoint.save(tmp_path / "c", STATE)
     file = manifest(tmp_path / "c")
     content = json.loads(file.read_text())
@@ -116,7 +111,7 @@ def test_a_manifest_or_metadata_that_names_a_file_outside(tmp_path: Path, name: 
         with pytest.raises(ValueError, match=text):
             checkpoint.load(tmp_path / "c", dict(STATE))
 
-    def lead_outside(metadata: Metadata) -> None:
+    def lead_outside(metadata):
         for place in metadata.storage_data.values():
             place.relative_path = name
 
@@ -125,7 +120,7 @@ def test_a_manifest_or_metadata_that_names_a_file_outside(tmp_path: Path, name: 
         checkpoint.load(tmp_path / "stock", dict(STATE))
 
 
-def test_devices_and_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
+def test_devices_and_pipes_in_place_of_files_are_not_read(tmp_path):
     checkpoint.save(tmp_path / "c", STATE)
     of_data, of_manifest = data(tmp_path / "c") / "__0_0.distcp", manifest(tmp_path / "c")
     of_data.unlink()
@@ -142,12 +137,12 @@ def test_devices_and_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> Non
         checkpoint.verify(tmp_path / "c")
 
 
-def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path):
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", STATE)
     file = manifest(tmp_path / "step-2")
     file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
-    reads: list[Callable[[], object]] = [
+    reads = [
         lambda: checkpoint.verify(tmp_path / "step-2"),
         lambda: checkpoint.load(tmp_path / "step-2", dict(STATE)),
         lambda: RunReader(tmp_path).load_latest(dict(STATE)),
@@ -158,7 +153,7 @@ def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -> 
         assert "damaged" not in str(caught.value)
 
 
-def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
+def change_metadata(path, change):
     dcp.save(dict(STATE), checkpoint_id=path)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata)
@@ -170,23 +165,22 @@ class Extra:
 
 
 class Payload:
-    def __init__(self, function: Any = os.mkdir, *args: Any) -> None:
+    def __init__(self, function=os.mkdir, *args):
         self.reduced = (function, args or ("payload",))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.reduced
 
 
+CODE = [Payload(), Payload(getattr, dict, "fromkeys"), np.array([Payload()]), Extra()]
+
+
 @pytest.mark.parametrize("path", ["metadata", "value"])
-@pytest.mark.parametrize("what", ["a call", "an attribute", "an array of objects", "a class of another tool"])
-def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, what: str) -> None:
+@pytest.mark.parametrize(
+    "value", CODE, ids=["a call", "an attribute", "an array of objects", "a class of another tool"]
+)
+def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch, path, value):
     monkeypatch.chdir(tmp_path)
-    value: Any = {
-        "a call": Payload(),
-        "an attribute": Payload(getattr, dict, "fromkeys"),
-        "an array of objects": np.array([Payload()]),
-        "a class of another tool": Extra(),
-    }[what]
     if path == "metadata":
         change_metadata(tmp_path / "c", lambda metadata: setattr(metadata.storage_meta, "modules", [value]))
     else:
@@ -200,13 +194,13 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             checkpoint.read_data_state(tmp_path / "c")
     assert not (tmp_path / "payload").exists()
     target.pop("odd", None)
-    with torch.serialization.safe_globals([Extra] if what == "a class of another tool" else []):
-        if path == "value" or what == "a class of another tool":
+    with torch.serialization.safe_globals([Extra] if isinstance(value, Extra) else []):
+        if path == "value" or isinstance(value, Extra):
             checkpoint.load(tmp_path / "c", target)
             assert target["w"].all()
 
 
-def test_metadata_of_torch_2_1(tmp_path: Path) -> None:
+def test_metadata_of_torch_2_1(tmp_path):
     """As torch's own test_compatibility.py makes it."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Old
 
@@ -221,31 +215,29 @@ def test_metadata_of_torch_2_1(tmp_path: Path) -> None:
 class Level(enum.Enum):
     LOW = 1
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol):
         return of_python_3_11_0(self, protocol)
 
 
-def of_python_3_11_0(member: enum.Enum, _: Any) -> Any:
+def of_python_3_11_0(member, _):
     return getattr, (type(member), member.name)
 
 
-def test_enums_as_python_3_11_0_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enums_as_python_3_11_0_writes_them(tmp_path, monkeypatch):
     """DCP's metadata holds members of enums, for each tensor; values may, where the user has allowed the class."""
-    encoding: Any = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    encoding = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(encoding, "__reduce_ex__", of_python_3_11_0)
     with torch.serialization.safe_globals([Level]):
         checkpoint.save(tmp_path / "c", {**STATE, "level": Level.LOW})
         assert any(b"getattr" in path.read_bytes() for path in (tmp_path / "c").rglob("*metadata*"))
-        loaded: dict[str, Any] = {"w": torch.zeros(3), "level": None}
+        loaded = {"w": torch.zeros(3), "level": None}
         checkpoint.load(tmp_path / "c", loaded)
     assert (loaded["w"].tolist(), loaded["level"]) == ([1, 1, 1], Level.LOW)
     with pytest.raises(ValueError, match=r"Level, which could run code.*add_safe_globals"):
         checkpoint.load(tmp_path / "c", loaded)
 
 
-def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(tmp_path, caplog):
     """The run that saves it would learn so when it is started again."""
     best, hidden = {"when": datetime.datetime(2026, 1, 1)}, np.array([Extra()])
     state = {"best": best, "hidden": hidden, "betas": ((0.9, 0.99), None)}
@@ -259,26 +251,20 @@ def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
             checkpoint.load(tmp_path / "run" / "step-1", {name: state[name]})
 
 
-def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_may_only_be_read(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path / "run", async_mode="disabled", keep_latest=None) as manager:
         for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan"))):
             manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": loss})
         assert (manager.latest_step(), manager.best_step("loss", "min")) == (3, 2)
         assert manager.delete(3)
 
-    def refuse(*_: Any) -> None:
-        raise PermissionError(13, "read-only")
-
     for name in ("open_write", "mkdir", "rename", "rm_file", "remove_folder"):
-        monkeypatch.setattr(DiskStore, name, refuse)
+        monkeypatch.setattr(DiskStore, name, Mock(side_effect=PermissionError(13, "read-only")))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     reader, target = RunReader(tmp_path / "run"), {"w": torch.zeros(3)}
     assert (reader.steps(), reader.latest_step()) == ([1, 2], 2)
-    assert [reader.best_step("loss", "min"), reader.best_step("loss", "max"), reader.best_step("x", "max")] == [
-        2,
-        1,
-        None,
-    ]
+    best = [reader.best_step(*of) for of in (("loss", "min"), ("loss", "max"), ("x", "max"))]
+    assert best == [2, 1, None]
     assert reader.load_latest(target) == 2
     reader.load(1, target)
     assert target["w"].tolist() == [1.0] * 3
@@ -287,16 +273,14 @@ def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("may_write", [True, False])
-def test_a_checkpoint_that_is_replaced_while_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: bool
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, may_write):
     """At each file that is opened: what is loaded is the old one or the new one, and nothing is called damaged."""
-    open_read, opened, at = DiskStore.open_read, list[str](), 0
+    open_read, opened, at = DiskStore.open_read, [], 0
 
-    def save(number: int) -> None:
+    def save(number):
         checkpoint.save(tmp_path / "c", {"w": torch.full((100,), float(number)), "n": number}, overwrite=True)
 
-    def replaced(store: DiskStore, path: str) -> Any:
+    def replaced(store, path):
         opened.append(path)
         if len(opened) == at + 1:
             with pytest.MonkeyPatch.context() as patched:

@@ -131,7 +131,7 @@ def on_two_peers(folder: Path) -> list[tuple[list[torch.Tensor], int]]:
 
 def test_peers_share_batches_that_each_copies_to_its_gpu(tmp_path: Path, folder: Path) -> None:
     expected = [batch["tokens"].clone() for batch in loader(folder, "none")]
-    for rank in run_ranks(2, tmp_path, on_two_peers, folder):
+    for rank in run_ranks(2, on_two_peers, folder):
         for batches, samples in rank:
             assert samples == 4 * len(expected)
             assert all(torch.equal(*pair) for pair in zip(batches, expected, strict=True))

@@ -16,9 +16,7 @@ SECONDS = 240.0
 """What the ranks of one call may take."""
 
 
-def run_ranks(
-    world_size: int, folder: Path, function: Callable[..., Any], *args: Any, forks: bool = False
-) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, forks: bool = False) -> list[Any]:
     """Run ``function(*args)`` on each rank of a process group.
 
     If one rank fails the others are killed, and the error holds its traceback.
@@ -30,19 +28,19 @@ def run_ranks(
     Returns:
         What it returned, by rank; `None` for a rank that ended before it returned, but without an error.
     """
-    own = Path(tempfile.mkdtemp(dir=folder))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if forks else None
-    given = (world_size, own, store and store.port, function, args)
-    started = start_processes(_rank, given, world_size, False, start_method="forkserver")
-    deadline = time.monotonic() + SECONDS
-    try:
-        while not started.join(timeout=1.0):
-            assert time.monotonic() < deadline, f"{world_size} ranks have not ended {function} after {SECONDS} s"
-    finally:
-        for process in started.processes:
-            process.kill()
-    files = [own / str(rank) for rank in range(world_size)]
-    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        given = (world_size, folder, store and store.port, function, args)
+        started = start_processes(_rank, given, world_size, False, start_method="forkserver")
+        deadline = time.monotonic() + SECONDS
+        try:
+            while not started.join(timeout=1.0):
+                assert time.monotonic() < deadline, f"{world_size} ranks have not ended {function} after {SECONDS} s"
+        finally:
+            for process in started.processes:
+                process.kill()
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
 def fails(words: str, call: Callable[..., Any], *args: Any, kind: Any = BaseException, **kwargs: Any) -> None:
@@ -58,19 +56,15 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def _rank(
-    rank: int, world_size: int, own: Path, port: int | None, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank(rank: int, world_size: int, folder: str, port: int | None, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{own}/rendezvous", world_size) if port is None else dist.TCPStore("127.0.0.1", port)
+    store = dist.FileStore(f"{folder}/rendezvous", world_size) if port is None else dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         result = function(*args)
     except BaseException as failure:
         if isinstance(failure, Exception):
             raise
-        raise RuntimeError(
-            str(failure)
-        ) from failure  # DCP's and pytest's failures would end the process without a word
-    (own / str(rank)).write_bytes(pickle.dumps(result))
+        raise RuntimeError(str(failure)) from failure  # DCP's and pytest's would end the process without a word
+    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
     dist.destroy_process_group()

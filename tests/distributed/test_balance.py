@@ -5,8 +5,6 @@ import sys
 import threading
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -23,11 +21,11 @@ COST = rd.transformer_cost(crossover=30)
 ALL = rd.Balance(cost=COST, over="all")
 
 
-def first(loader: rd.DataLoader, num_batches: int) -> list[list[int]]:
+def first(loader, num_batches):
     return [batch["id"] for batch in islice(loader, num_batches)]
 
 
-def flat(lists: Any) -> list[int]:
+def flat(lists):
     return sorted(chain.from_iterable(lists))
 
 
@@ -38,36 +36,34 @@ SECONDS = 120.0
 class Rows:
     """Rows with an id and as many tokens as the id says; one of them cannot be read, or none of them be sent."""
 
-    def __init__(self, broken: int = -1, size: int = ROWS, *, locks: bool = False) -> None:
+    def __init__(self, broken=-1, size=ROWS, *, locks=False):
         self.broken, self.size, self.locks = broken, size, locks
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.size
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def __getitem__(self, row):
         if row == self.broken:
             raise OSError("corrupt")
         lock = {"lock": threading.Lock()} if self.locks else {}
         return {"id": row, "tokens": torch.full((LENGTHS[row],), row), **lock}
 
 
-def ragged(samples: list[Any]) -> dict[str, Any]:
+def ragged(samples):
     for sample in samples:
         assert sample["tokens"].tolist() == [sample["id"]] * LENGTHS[sample["id"]]
     return {"id": [sample["id"] for sample in samples]}
 
 
-def is_kept(row: dict[str, Any]) -> bool:
+def is_kept(row):
     return row["id"] % 3 != 0
 
 
-def filtered(source: Rows, shard: rd.Shard) -> Any:
+def filtered(source, shard):
     return rd.Filter(rd.Reader(source, shard), is_kept)
 
 
-def opened(
-    balance: rd.Balance | None, source: Any = None, *, is_filtered: bool = False, **kwargs: Any
-) -> rd.DataLoader:
+def opened(balance, source=None, *, is_filtered=False, **kwargs):
     source = source or Rows()
     sizes = {
         "global_batch_size": GLOBAL,
@@ -78,7 +74,7 @@ def opened(
     return rd.DataLoader(data, **{**sizes, "collate_fn": ragged, "balance": balance, **kwargs})
 
 
-def played(loader: rd.DataLoader, num_batches: int) -> tuple[list[list[int]], list[Any]]:
+def played(loader, num_batches):
     """Return the ids of each batch with which are real, and the table at each step's end."""
     batches, tables = [], []
     with loader:
@@ -107,9 +103,9 @@ CASES = [
 ]
 
 
-def global_batches_and_tables_are_those_without_balance() -> None:
+def global_batches_and_tables_are_those_without_balance():
     for over, feed, kwargs in CASES[: 5 if dist.get_world_size() == 2 else 4]:
-        given: Any = {**FEEDS[feed], **kwargs}
+        given = {**FEEDS[feed], **kwargs}
         expected, tables = played(opened(None, **kwargs), 40)
         found, balanced = played(opened(rd.Balance(cost=COST, over=over), **given), 40)
         assert len(tables) == len(balanced)
@@ -121,7 +117,7 @@ def global_batches_and_tables_are_those_without_balance() -> None:
         assert over == "rank" or any(sorted(a) != sorted(b) for a, b in zip(expected, found, strict=True))
 
 
-def whole_steps_are_skipped_and_parts_are_refused() -> None:
+def whole_steps_are_skipped_and_parts_are_refused():
     with opened(ALL, repeat=True) as loader, opened(None, repeat=True) as plain:
         plain.skip(3 * GLOBAL)
         loader.skip(3 * GLOBAL)
@@ -137,7 +133,7 @@ def whole_steps_are_skipped_and_parts_are_refused() -> None:
         assert torch.equal(loader.state_dict()["table"], plain.state_dict()["table"])
 
 
-def the_weight_is_that_of_the_global_batch() -> None:
+def the_weight_is_that_of_the_global_batch():
     for over in ("rank", "all"):
         balance = rd.Balance(cost=COST, over=over, weight=len_of)
         with opened(balance, repeat=True, collate_fn=with_lengths) as loader:
@@ -148,15 +144,15 @@ def the_weight_is_that_of_the_global_batch() -> None:
         assert told[::2] == told[1::2] == own.tolist()
 
 
-def len_of(sample: Any) -> int:
+def len_of(sample):
     return len(sample["tokens"])
 
 
-def with_lengths(samples: list[Any]) -> dict[str, Any]:
+def with_lengths(samples):
     return {"lengths": [len(sample["tokens"]) for sample in samples]}
 
 
-def a_row_that_one_rank_cannot_read_is_an_error_on_all_and_all_go_on() -> None:
+def a_row_that_one_rank_cannot_read_is_an_error_on_all_and_all_go_on():
     source, found = Rows(), []
     with opened(ALL, source, repeat=True, prefetch=1, timeout=60) as loader:
         batches = iter(loader)
@@ -172,11 +168,11 @@ def a_row_that_one_rank_cannot_read_is_an_error_on_all_and_all_go_on() -> None:
     assert any("corrupt" in error for error in gathered(str(raised.value)))
 
 
-def ranks_that_are_at_different_steps_never_exchange_samples() -> None:
+def ranks_that_are_at_different_steps_never_exchange_samples():
     """One rank alone cannot collate a step that the other takes: no rank goes on before all load one state."""
     calls, me = [0], dist.get_rank()
 
-    def collated(samples: list[Any]) -> dict[str, Any]:
+    def collated(samples):
         calls[0] += 1
         if calls[0] == 5 and me == 1:
             raise OSError("no memory")
@@ -192,13 +188,13 @@ def ranks_that_are_at_different_steps_never_exchange_samples() -> None:
         assert first(loader, 4) == found[:4]
 
 
-def samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all() -> None:
+def samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all():
     me = dist.get_rank()
     with opened(ALL, Rows(locks=me == 1), repeat=True, timeout=200) as loader:
         fails("cannot pickle" if me else "could not make its samples", first, loader, 4)
 
 
-def samples_stay_on_their_host() -> None:
+def samples_stay_on_their_host():
     with patch("socket.gethostname", lambda: "a" if dist.get_rank() < 2 else "b"):
         loader = opened(rd.Balance(cost=COST, over="host"), repeat=True)
     found, expected = (gathered(played(each, 8)[0]) for each in (loader, opened(None, repeat=True)))
@@ -221,8 +217,8 @@ PROMISES = [
 
 
 @pytest.mark.parametrize(("num_ranks", "promise"), PROMISES)
-def test_ranks(num_ranks: int, promise: Any, tmp_path: Path) -> None:
-    run_ranks(num_ranks, tmp_path, promise)
+def test_ranks(num_ranks, promise):
+    run_ranks(num_ranks, promise)
 
 
 TRAINER = """
@@ -248,7 +244,7 @@ else:
 """
 
 
-def test_a_rank_that_fails_ends_while_another_one_is_behind(tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_while_another_one_is_behind(tmp_path):
     """The one that fails waits for nobody, the other one sees that when it comes. Neither closes, nor ends by a signal."""
     command, pipe = [sys.executable, "-c", TRAINER], subprocess.PIPE
     failing, behind = (

@@ -12,8 +12,6 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,19 +36,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 UNEVEN = Data("rows", 100, 7)
 
 
-def samples_in(loader: rd.DataLoader) -> list[int]:
+def samples_in(loader):
     """Return what each logical shard has delivered, which is the same on all ranks."""
     first, *others = gathered(opened(loader.state_dict())["shards"]["samples"].tolist())
     assert others == [first] * len(others)
     return first
 
 
-def communicator_of(loader: rd.DataLoader) -> Any:
+def communicator_of(loader):
     return loader._stream.ranks.communicator
 
 
-def a_state_takes_the_rows_of_each_rank_once() -> None:
-    loader, sent = UNEVEN.loader(12, 1), list[Any]()
+def a_state_takes_the_rows_of_each_rank_once():
+    loader, sent = UNEVEN.loader(12, 1), []
     take(loader, 2)
     group = communicator_of(loader)
     begin = group.begin_gather
@@ -59,14 +57,14 @@ def a_state_takes_the_rows_of_each_rank_once() -> None:
     assert [shape[0] for shape in sent if len(shape) == 2] == [2]  # of 7 logical shards on 4 ranks
 
 
-def forked_workers_that_take_the_store_with_them_are_warned_about() -> None:
+def forked_workers_that_take_the_store_with_them_are_warned_about():
     for context, num_warnings in (("forkserver", 0), ("fork", int(dist.get_rank() == 0))):
         with Logged() as said:
             UNEVEN.loader(12, 1, num_workers=1, multiprocessing_context=context)
         assert sum("which torch removes" in line for line in said) == num_warnings
 
 
-def a_report_compares_the_ranks_and_is_the_same_on_all() -> None:
+def a_report_compares_the_ranks_and_is_the_same_on_all():
     loader = UNEVEN.loader(12, 1)
     loader._wait_seconds = [1.0, 8.0, 2.0, 3.0][dist.get_rank()]
     report = loader.report()
@@ -75,7 +73,7 @@ def a_report_compares_the_ranks_and_is_the_same_on_all() -> None:
     assert gathered(report) == [report] * 4
 
 
-def no_group_spans_the_peers_that_share_a_dp_rank() -> None:
+def no_group_spans_the_peers_that_share_a_dp_rank():
     me = dist.get_rank()
     loader = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(loader, 3)
@@ -83,7 +81,7 @@ def no_group_spans_the_peers_that_share_a_dp_rank() -> None:
     assert communicator_of(loader)._member_ranks == [me % 2, me % 2 + 2]
 
 
-def the_trainers_own_group_serves_if_it_holds_the_dp_ranks() -> None:
+def the_trainers_own_group_serves_if_it_holds_the_dp_ranks():
     dist.new_group([0])  # legal, and what made the names of torch's groups differ between ranks
     pair, world = dist.new_group([0, 1]), dist.group.WORLD
     given = UNEVEN.loader(12, 1, mesh=world)
@@ -94,12 +92,12 @@ def the_trainers_own_group_serves_if_it_holds_the_dp_ranks() -> None:
         assert UNEVEN.loader(12, 6, mesh=pair)._stream.ranks.world_size == 2
 
 
-def threads_may_come_to_several_exchanges_in_any_order() -> None:
+def threads_may_come_to_several_exchanges_in_any_order():
     ranks = [find_ranks(None, None, None, 60.0).with_new_loader({}) for _ in range(2)]
     owner = np.arange(4)
-    merged: list[list[Any]] = [[], []]
+    merged = [[], []]
 
-    def exchange(which: int) -> None:
+    def exchange(which):
         for turn in range(10):
             if (turn + which + ranks[0].rank) % 3 == 0:
                 ranks[which].begin_gather_ints([0])  # and nobody waits for it
@@ -116,7 +114,7 @@ def threads_may_come_to_several_exchanges_in_any_order() -> None:
     assert [[table.tolist() for table in tables] for tables in merged] == want
 
 
-def ranks_may_connect_when_they_first_exchange_something() -> None:
+def ranks_may_connect_when_they_first_exchange_something():
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # docs/scale.md
     loader = UNEVEN.loader(12, 1)
     take(loader, 2)
@@ -128,12 +126,12 @@ LONG = 60.0
 PACKED = Data("packed", 200, 12, repeat=False)
 
 
-def names_rank_1(call: Any, *args: Any) -> None:
+def names_rank_1(call, *args):
     words = rf"failed on rank {dist.get_rank()} after at most 60 s, because the ranks \[1\] did"
     fails(words, call, *args, kind=RuntimeError)
 
 
-def a_rank_that_dies_is_named() -> None:
+def a_rank_that_dies_is_named():
     loader = PACKED.loader(12, 2, timeout=LONG)
     if dist.get_rank() == 1:
         take(loader, 2)
@@ -141,9 +139,9 @@ def a_rank_that_dies_is_named() -> None:
     names_rank_1(list, loader)
 
 
-def ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone() -> None:
+def ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone():
     """It has sent one of them what it owed, and the other nothing."""
-    group_of_3: Any = communicator_of(UNEVEN.loader(12, 2))
+    group_of_3 = communicator_of(UNEVEN.loader(12, 2))
     me, call = dist.get_rank(), communicator.Call("apart", LONG, "")
     mine, others = torch.full((1,), me), {rank: torch.empty(1, dtype=torch.int64) for rank in range(3)}
     group_of_3.begin_gather(call, mine.numpy())()
@@ -160,31 +158,26 @@ def ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone() -> None:
 
 DATA, FEW_A_SHARD = Data("every", 300, 48), Data("rows", 200, 25)
 ROWS = rd.DatasetSource([{"tokens": np.arange(i, i + 2 + i % 9)} for i in range(400)], "rows")
-DIFFERENT: dict[str, tuple[Any, Any]] = {
-    "seed": (0, 1),
-    "tail": ("drop", "pad"),
-    "verify": (False, True),
-    "steps_per_epoch": (None, 5),
-}
-FAULT: list[Any] = []
+DIFFERENT = {"seed": (0, 1), "tail": ("drop", "pad"), "verify": (False, True), "steps_per_epoch": (None, 5)}
+FAULT = []
 
 
-def breaks(row: Any) -> bool:
+def breaks(row):
     if FAULT and not next(FAULT[0], None):
         raise OSError("the disk is gone")
     return len(row["tokens"]) > 2
 
 
-def fragile(shard: rd.Shard) -> rd.Node[Any]:
+def fragile(shard):
     return rd.Map(rd.Filter(rd.Reader(ROWS, shard), breaks, version=1), lambda row: row["tokens"][:1])
 
 
-def make(pipeline: Any = ROWS, **given: Any) -> rd.DataLoader:
+def make(pipeline=ROWS, **given):
     sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8}
     return rd.DataLoader(pipeline, **sizes, seed=1, collate_fn=list, **given)
 
 
-def a_load_that_failed_on_one_rank_leaves_the_next_one_right(*_: Path) -> None:
+def a_load_that_failed_on_one_rank_leaves_the_next_one_right(*_):
     """Also where rows have to be read for it: ranks then have made different numbers of loads."""
     loader = make(fragile, timeout=20)
     state = loader.state_dict()
@@ -196,7 +189,7 @@ def a_load_that_failed_on_one_rank_leaves_the_next_one_right(*_: Path) -> None:
     assert loader.step == 11
 
 
-def ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state(folder: Path) -> None:
+def ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state(folder):
     loader = FEW_A_SHARD.loader(12, 6)
     take(loader, 1)
     dcp.save({"loader": loader}, checkpoint_id=folder / "whole")
@@ -225,7 +218,7 @@ def ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state(folde
     assert same_state(again.state_dict(), whole)
 
 
-def trouble_on_one_rank_is_an_error_on_all_at_once(*_: Path) -> None:
+def trouble_on_one_rank_is_an_error_on_all_at_once(*_):
     me = dist.get_rank()
     loader = make()
     fails("different delivered", loader.load_state_dict, loader.state_dict(), delivered=8 * (me + 1))
@@ -252,11 +245,11 @@ def trouble_on_one_rank_is_an_error_on_all_at_once(*_: Path) -> None:
     dist.barrier()
 
 
-def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others(*_: Path) -> None:
+def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others(*_):
     """They wait in an exchange behind the ones that it has taken part in."""
-    expected, found, calls, look_ahead = [*make(fragile)], list[Any](), list[int](), ShardRunner.look_ahead
+    expected, found, calls, look_ahead = [*make(fragile)], [], [], ShardRunner.look_ahead
 
-    def interrupted(runner: ShardRunner, shard: int, num_samples: int) -> Any:
+    def interrupted(runner, shard, num_samples):
         calls.append(shard)
         if len(calls) == 2 and dist.get_rank() == 0:
             raise KeyboardInterrupt
@@ -272,16 +265,16 @@ def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_other
     assert found == expected
 
 
-def an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call(*_: Path) -> None:
+def an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call(*_):
     expected, end = [*make(fragile)], communicator._Group.end
     for failing in (1, 3):
-        found, exchanges, plan = list[Any](), list[int](), EpochEndFinder.plan_remainder_round
+        found, exchanges, plan = [], [], EpochEndFinder.plan_remainder_round
 
-        def planned(finder: EpochEndFinder, cursor: Any, exchanges: Any = exchanges, plan: Any = plan) -> Any:
+        def planned(finder, cursor, exchanges=exchanges, plan=plan):
             exchanges.append(0)
             return plan(finder, cursor)
 
-        def ended(*arguments: Any, exchanges: Any = exchanges, failing: int = failing) -> None:
+        def ended(*arguments, exchanges=exchanges, failing=failing):
             end(*arguments)
             exchanges.extend(exchanges and [1])
             if sum(exchanges) == failing and dist.get_rank() == 0:
@@ -303,13 +296,13 @@ def an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_t
         assert found == expected
 
 
-def stop_it(*_: Any) -> None:
+def stop_it(*_):
     raise InterruptedError("preempted")
 
 
-def meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told(*_: Path) -> None:
+def meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told(*_):
     me, mesh = dist.get_rank(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    wrong: list[tuple[str, dict[str, Any]]] = [
+    wrong = [
         ("share their samples. Pass the data-parallel dims alone", {"mesh": mesh}),
         (rf"rank {me}, but mesh holds the ranks \[{1 - me}\]", {"mesh": DeviceMesh("cpu", [1 - me], _init_backend=False)}),
         ("Give mesh= or dp_rank= and dp_world_size=, not both", {"mesh": mesh["dp"], "dp_rank": 0, "dp_world_size": 1}),
@@ -321,7 +314,7 @@ def meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told(*_: 
         wrong.append((given, {name: values[me]}))
     for words, arguments in wrong:
         fails(words, DATA.loader, 24, **{"b": 12, **arguments})
-    on_error: Any = ("raise", "skip")[me]
+    on_error = ("raise", "skip")[me]
     reads = functools.partial(rd.Reader, ROWS, on_error=on_error)
     sizes = {"global_batch_size": 24, "micro_batch_size": 12, "num_logical_shards": 24}
     fails(f"different epoch_size_is_known; dp rank {me} has", rd.DataLoader, reads, **sizes)
@@ -352,5 +345,5 @@ PROMISES = [
 
 
 @pytest.mark.parametrize(("num_ranks", "promise"), PROMISES)
-def test_ranks(num_ranks: int, promise: Any, tmp_path: Path) -> None:
-    run_ranks(num_ranks, tmp_path, promise, *[tmp_path] * (num_ranks == 2))
+def test_ranks(num_ranks, promise, tmp_path):
+    run_ranks(num_ranks, promise, *[tmp_path] * (num_ranks == 2))

@@ -20,7 +20,7 @@ from tests.distributed.ranks import fails, gathered, run_ranks
 from tests.states import opened
 
 
-def leave() -> None:
+def leave():
     """All but the first of three ranks leave, and it goes on alone."""
     me, loader = dist.get_rank(), rd.DataLoader(range(96), global_batch_size=6, micro_batch_size=2, timeout=3.0)
     batches = iter(loader)
@@ -40,8 +40,8 @@ def leave() -> None:
     assert sorted(row for of_rank in gathered(rows) for row in of_rank) == list(range(96))
 
 
-def test_a_state_of_a_loader_that_others_went_on_from_is_refused(tmp_path: Path) -> None:
-    run_ranks(3, tmp_path, leave)
+def test_a_state_of_a_loader_that_others_went_on_from_is_refused():
+    run_ranks(3, leave)
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -49,17 +49,17 @@ Kept = runpy.run_path(str(REPOSITORY / "examples" / "trainers" / "parts" / "kept
 STEPS, DIES_IN, SURVIVORS = 15, 9, [0, 2, 3]
 
 
-def steps_of(num_shards: int, micro_batch_size: int, **where: int) -> rd.DataLoader:
+def steps_of(num_shards, micro_batch_size, **where):
     sizes = {"global_batch_size": 24, "num_logical_shards": num_shards, "micro_batch_size": micro_batch_size}
     return rd.DataLoader(range(360), **sizes, **where, timeout=60.0)
 
 
-def survive(num_shards: int) -> list[list[int]]:
+def survive(num_shards):
     """Rank 1 dies within a step, and the others go on with that step: the rows of this rank, step by step."""
-    me, store, found = dist.get_rank(), dist.group.WORLD.get_group_store(), list[list[int]]()  # type: ignore[union-attr]
+    me, store, found = dist.get_rank(), dist.group.WORLD.get_group_store(), []
     loader, kept = steps_of(num_shards, 3), Kept(4)
 
-    def take_all() -> None:
+    def take_all():
         batches = iter(loader)
         while len(found) < STEPS:
             assert loader.step == len(found)
@@ -83,15 +83,15 @@ def survive(num_shards: int) -> list[list[int]]:
     return found
 
 
-def test_three_ranks_go_on_where_one_of_four_has_died(tmp_path: Path) -> None:
+def test_three_ranks_go_on_where_one_of_four_has_died():
     """As if nothing had happened; where the order depends on the topology, each row still comes once from there on."""
     expected = [batch.tolist() for batch in steps_of(72, 24, dp_world_size=1)]
-    found = run_ranks(4, tmp_path, survive, 72, forks=True)
+    found = run_ranks(4, survive, 72, forks=True)
     for rank, steps in ((rank, found[rank]) for rank in SURVIVORS):
         i = SURVIVORS.index(rank)
         assert steps[:DIES_IN] == [rows[6 * rank : 6 * rank + 6] for rows in expected[:DIES_IN]]
         assert steps[DIES_IN:] == [rows[8 * i : 8 * i + 8] for rows in expected[DIES_IN:]]
-    found = run_ranks(4, tmp_path, survive, 50, forks=True)
+    found = run_ranks(4, survive, 50, forks=True)
     rows = [row for rank in SURVIVORS for step in found[rank] for row in step]
     assert len(rows) == len(set(rows)) == 24 * STEPS - 6 * DIES_IN  # but for those of the rank that died
 
@@ -101,7 +101,7 @@ OWN = ["unshare", "-Urn"]
 """Hosts are namespaces, which reach each other through a network alone, where making some takes no rights."""
 
 
-def can_make_networks() -> bool:
+def can_make_networks():
     if not all(map(shutil.which, ("unshare", "ip", "sh"))):
         return False
     tried = "test -w /dev/net/tun && ip tuntap add dev fabric0 mode tun"
@@ -109,7 +109,7 @@ def can_make_networks() -> bool:
 
 
 @pytest.mark.skipif(not can_make_networks(), reason="network namespaces cannot be made here without rights")
-def test_a_host_vanishes_and_the_others_go_on_without_it() -> None:
+def test_a_host_vanishes_and_the_others_go_on_without_it():
     """Its cable is pulled, so that no connection ends; who is gone is said, and no row is read twice or lost."""
     few = ["--inside", "--fork", "--short", "--hosts", "3", "--delay", "0.002", "--rows", "400", "--timeout", "5"]
     command = [*OWN, sys.executable, SCRIPT, *few]

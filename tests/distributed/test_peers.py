@@ -6,8 +6,6 @@ import os
 import pickle
 import time
 import traceback
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import fsspec
@@ -26,17 +24,17 @@ from tests.sources.far import Far
 from tests.states import opened
 
 ROWS = 60
-SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "num_logical_shards": 8}
+SIZES = {"global_batch_size": 8, "micro_batch_size": 2, "num_logical_shards": 8}
 
 
-def write(folder: Path) -> None:
+def write(folder):
     for file in range(2):
         rows = range(file * ROWS // 2, (file + 1) * ROWS // 2)
         columns = {"row": rows, "text": [f"row {row}" for row in rows], "image": [[row] * 3 for row in rows]}
         write_table(folder / f"{file}.parquet", columns, 10)
 
 
-def nested(samples: list[Any]) -> Any:
+def nested(samples):
     """What a batch may be: tensors in dicts and tuples, arrays, strings, `None`."""
     rows = torch.tensor([int(sample["row"]) for sample in samples])
     return {
@@ -48,33 +46,33 @@ def nested(samples: list[Any]) -> Any:
     }
 
 
-def fails_at(row: int, sample: Any) -> Any:
+def fails_at(row, sample):
     if sample["row"] == row:
         raise KeyError(f"row {row} is bad")
     return sample
 
 
-def pipeline(source: Any, bad: int, shard: rd.Shard) -> Any:
+def pipeline(source, bad, shard):
     return rd.Map(rd.Reader(source, shard), functools.partial(fails_at, bad))
 
 
-def open_data(folder: str, bad: int = -1) -> Any:
+def open_data(folder, bad=-1):
     fsspec.register_implementation("far", Far, clobber=True)
     return functools.partial(pipeline, rd.ParquetSource(f"far://{folder}"), bad)
 
 
-def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments: Any) -> rd.DataLoader:
+def make(data, dp, bad=-1, receives=True, **arguments):
     mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
-    given: dict[str, Any] = {**SIZES, "mesh": mesh["dp"], "peers": mesh["tp"], "receives": receives}
+    given = {**SIZES, "mesh": mesh["dp"], "peers": mesh["tp"], "receives": receives}
     source = functools.partial(open_data, str(data), bad)
     return rd.DataLoader(source, **{**given, "collate_fn": nested, **arguments})
 
 
-def row_sums(batch: Any) -> Any:
+def row_sums(batch):
     return batch["row"].sum().item()
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     if isinstance(value, torch.Tensor | np.ndarray):
         return [type(value).__name__, str(value.dtype), value.tolist()]
     if isinstance(value, dict):
@@ -82,11 +80,11 @@ def plain(value: Any) -> Any:
     return [plain(of) for of in value] if isinstance(value, list | tuple) else value
 
 
-def rows(batches: list[Any]) -> list[int]:
+def rows(batches):
     return [row for batch in batches for row in batch["row"][2]]
 
 
-def one_reads_and_all_have_the_batches_of_a_loader_and_go_on_as_one_dp_rank_of_4(data: Path, epochs: Any) -> None:
+def one_reads_and_all_have_the_batches_of_a_loader_and_go_on_as_one_dp_rank_of_4(data, epochs):
     me = dist.get_rank()
     with make(data, 2) as loader:
         batches, taken = iter(loader), []
@@ -110,7 +108,7 @@ def one_reads_and_all_have_the_batches_of_a_loader_and_go_on_as_one_dp_rank_of_4
     assert (Far.asked.total() > 0) == (me % 2 == 0), "its peers make no request"
 
 
-def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
+def exit_code_of_a_fork(loader):
     """Return 3 if a call in a forked child is an error that says so."""
     child = os.fork()
     if child == 0:
@@ -123,7 +121,7 @@ def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(data: Path, epochs: Any) -> None:
+def a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(data, epochs):
     me = dist.get_rank()
     dcp.save({"loader": make(data, 2)}, checkpoint_id=data.with_name("saved"))
     uneven = make(data, 2)
@@ -137,7 +135,7 @@ def a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(data: P
     assert [plain(batch) for batch in uneven] == epochs[me // 2]
 
 
-def each_peer_sends_its_batches_to_its_own_device_and_a_stage_that_needs_none_has_none(data: Path, epochs: Any) -> None:
+def each_peer_sends_its_batches_to_its_own_device_and_a_stage_that_needs_none_has_none(data, epochs):
     me = dist.get_rank()
     sent = make(data, 2, collate_fn=None, transfer=row_sums)
     sums = [sum(batch["row"][2]) for batch in epochs[me // 2]]
@@ -148,7 +146,7 @@ def each_peer_sends_its_batches_to_its_own_device_and_a_stage_that_needs_none_ha
     assert stages[1] == stages[2] == [None] * 28
 
 
-def peers_that_differ_are_told_where(data: Path, _: Any) -> None:
+def peers_that_differ_are_told_where(data, _):
     me = dist.get_rank()
     different = rf"different seed: rank {me} has {me // 3}, and the ranks \[3\] another than rank 0"
     fails(different, make, data, 1, seed=me // 3, kind=ValueError)
@@ -167,22 +165,22 @@ def peers_that_differ_are_told_where(data: Path, _: Any) -> None:
             loader.reset()
 
 
-def a_mesh_without_one_of_the_peers_is_an_error_on_all(*_: Any) -> None:
+def a_mesh_without_one_of_the_peers_is_an_error_on_all(*_):
     me, dp = dist.get_rank(), DeviceMesh("cpu", [0], _init_backend=False)
     words = r"different mesh: rank 0 has dp rank 0 of 1" if me == 0 else rf"rank {me} has \[0\] without rank {me}"
     fails(words, numbers, 0, 1, 2, 3, mesh=dp, dp_rank=None, dp_world_size=None, kind=ValueError)
 
 
-def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_: Any) -> None:
+def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_):
     """Where one that reads was cut between the two parts of a message, the next one would be taken for its rest."""
     me, training, validation = dist.get_rank(), numbers(0, 1, 2, 3, timeout=5.0), numbers(0, 1, 2, 3, timeout=5.0)
     batches = iter(training)
     next(batches)
     if me == 0:
-        peers, parts = training._peer_calls, list[Any]()  # type: ignore[union-attr]
+        peers, parts = training._peer_calls, []
         send = peers._broadcast
 
-        def cut(*part: Any) -> None:
+        def cut(*part):
             parts.append(part)
             if len(parts) == 2:
                 raise KeyboardInterrupt
@@ -198,10 +196,10 @@ def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_: 
     assert next(iter(numbers(0, 1, 2, 3))).tolist() == [0, 1, 2, 3]
 
 
-def a_batch_that_a_peer_cannot_send_to_its_device_is_said_to_be_lost_there(*_: Any) -> None:
-    me, calls = dist.get_rank(), list[int]()
+def a_batch_that_a_peer_cannot_send_to_its_device_is_said_to_be_lost_there(*_):
+    me, calls = dist.get_rank(), []
 
-    def send(batch: Any) -> Any:
+    def send(batch):
         calls.append(0)
         if me >= 2 and len(calls) == 2:
             try:
@@ -224,7 +222,7 @@ def a_batch_that_a_peer_cannot_send_to_its_device_is_said_to_be_lost_there(*_: A
         assert next(batches) == [8, 9, 10, 11]
 
 
-def errors_of_the_one_that_reads_are_raised_on_all(data: Path, epochs: Any) -> None:
+def errors_of_the_one_that_reads_are_raised_on_all(data, epochs):
     me, nothing = dist.get_rank(), data.with_name("nothing")
     fails("micro_batch_size", make, data, 2, micro_batch_size=3, kind=ValueError)
     fails("nothing", make, nothing, 2, kind=FileNotFoundError)
@@ -238,14 +236,14 @@ def errors_of_the_one_that_reads_are_raised_on_all(data: Path, epochs: Any) -> N
     assert time.monotonic() - began < 200, "timeout is 300"
 
 
-def by_number(data: Path, dp_rank: int) -> rd.DataLoader:
+def by_number(data, dp_rank):
     peers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
     return make(data, 2, mesh=None, peers=peers, dp_rank=dp_rank, dp_world_size=2)
 
 
-def when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(*_: Any) -> None:
+def when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(*_):
     """Its sockets tell; the others try again and again."""
-    me, heard = dist.get_rank(), list[str]()
+    me, heard = dist.get_rank(), []
     if me == 2:
         return
     loader = numbers(0, 1, 3, timeout=8.0)
@@ -270,13 +268,8 @@ def when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(*_: Any) -
     assert all(first in text for text in more)
 
 
-def numbers(*peers: int, **given: Any) -> rd.DataLoader:
-    where: dict[str, Any] = {
-        "peers": DeviceMesh("cpu", [*peers], _init_backend=False),
-        "dp_rank": 0,
-        "dp_world_size": 1,
-        **given,
-    }
+def numbers(*peers, **given):
+    where = {"peers": DeviceMesh("cpu", [*peers], _init_backend=False), "dp_rank": 0, "dp_world_size": 1, **given}
     return rd.DataLoader(lambda: range(1000), **where, global_batch_size=4, shuffle=False)
 
 
@@ -294,11 +287,11 @@ PROMISES = [
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-def test_four_ranks(promise: Any, tmp_path: Path) -> None:
+def test_four_ranks(promise, tmp_path):
     data = tmp_path / "data"
     write(data)
     given = {**SIZES, "collate_fn": nested, "dp_world_size": 2}
     epochs = [
         [plain(batch) for batch in rd.DataLoader(open_data(str(data)), **given, dp_rank=rank)] for rank in range(2)
     ]
-    run_ranks(4, tmp_path, promise, data, epochs)
+    run_ranks(4, promise, data, epochs)

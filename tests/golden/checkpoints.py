@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from tests.checkpoint.processes import run as run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.golden.pipelines import SIZES, batches, by_tokens, digests, jsonl, shuffled, tokenize, whole_documents
 
 FOLDER, MADE_IN = Path(__file__).parent / "version_1", Path("/dev/shm/version_1")

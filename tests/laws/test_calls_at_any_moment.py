@@ -298,4 +298,4 @@ def differences(folder: Path) -> dict[str, Any]:
 
 
 def test_a_call_at_any_moment_on_two_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, tmp_path, differences, tmp_path) == [{}, {}]
+    assert run_ranks(2, differences, tmp_path) == [{}, {}]

@@ -242,8 +242,8 @@ def keys_of_ranks() -> dict[str, int]:
     return grown
 
 
-def test_keys_of_the_store(tmp_path: Path) -> None:
-    for grown in run_ranks(2, tmp_path, keys_of_ranks, forks=True):
+def test_keys_of_the_store() -> None:
+    for grown in run_ranks(2, keys_of_ranks, forks=True):
         assert not any(grown.values()), grown
 
 
@@ -259,6 +259,6 @@ def group_of_a_loader_that_lives() -> bool:
     return group() is None and loader.step == 1
 
 
-def test_a_loader_keeps_no_process_group(tmp_path: Path) -> None:
+def test_a_loader_keeps_no_process_group() -> None:
     """Others wait in it, for what a rank that died does not send, until those that go on have let go of it."""
-    assert run_ranks(2, tmp_path, group_of_a_loader_that_lives, forks=True) == [True, True]
+    assert run_ranks(2, group_of_a_loader_that_lives, forks=True) == [True, True]

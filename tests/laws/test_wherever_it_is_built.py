@@ -341,8 +341,8 @@ def on_ranks() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    ranks = run_ranks(4, tmp_path_factory.mktemp("built"), on_ranks)
+def found() -> Any:
+    ranks = run_ranks(4, on_ranks)
     return {name: [each[name] for each in ranks if name in each] for name in ranks[0]}
 
 

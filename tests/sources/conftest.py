@@ -1,7 +1,5 @@
 """Fixtures of tests of sources."""
 
-from collections.abc import Iterator
-
 import fsspec
 import pytest
 
@@ -11,20 +9,20 @@ from tests.sources.far import Far
 
 
 @pytest.fixture(params=["", ".gz", ".zst", ".bz2"])
-def packed(request: pytest.FixtureRequest) -> str:
+def packed(request):
     """The suffix of a file that is compressed as a whole, or none."""
     return str(request.param)
 
 
 @pytest.fixture
-def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_fragments(monkeypatch):
     """Fragments of seven rows, of formats that have none of their own."""
     for module in (indexed, megatron):
         monkeypatch.setattr(module, "FRAGMENT_ROWS", 7)
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Far]]:
+def far(monkeypatch):
     """Local files by ``far://``, with pauses after failures that take no time."""
     fsspec.register_implementation("far", Far, clobber=True)
     monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)

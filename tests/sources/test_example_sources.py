@@ -6,7 +6,6 @@ Where the package is installed (benchmarks/README.md) it writes the others.
 
 import importlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,19 +26,19 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def write_mds(folder: Path, compression: str | None) -> None:
+def write_mds(folder, compression):
     streaming = importlib.import_module("streaming")
     with streaming.MDSWriter(out=str(folder), columns=COLUMNS, compression=compression, size_limit=1500) as writer:
         for row in ROWS:
             writer.write({**row, "half": np.float32(row["half"])})
 
 
-def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def example(name, monkeypatch):
     monkeypatch.syspath_prepend(HERE.parents[1] / "examples" / "sources")
     return importlib.import_module(name)
 
 
-def check(source: Any, rows: list[dict[str, Any]] = ROWS) -> None:
+def check(source, rows=ROWS):
     for index, written in enumerate(rows):
         row = source.row(index)
         assert row.keys() == written.keys()
@@ -50,7 +49,7 @@ def check(source: Any, rows: list[dict[str, Any]] = ROWS) -> None:
 
 
 @pytest.mark.parametrize("compression", ["", "zstd", "zstd:9", "gz", "bz2", "br", "snappy"])
-def test_mds(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mds(compression, tmp_path, monkeypatch):
     folder = HERE / "mds" / (compression or "plain")
     if not folder.exists():
         pytest.importorskip("streaming", exc_type=(ImportError, RuntimeError))
@@ -61,12 +60,12 @@ def test_mds(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     check(source)
 
 
-def test_mds_that_needs_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mds_that_needs_code(monkeypatch):
     with pytest.raises(ValueError, match="encoded as 'pkl': write bytes, json, a number or an ndarray"):
         example("mds_source", monkeypatch).decoded("pkl", np.zeros(3, np.uint8))
 
 
-def test_lance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lance(tmp_path, monkeypatch):
     """At the version that it was opened at, whatever is written later."""
     lance = pytest.importorskip("lance")
     pa = importlib.import_module("pyarrow")

@@ -5,7 +5,6 @@ import itertools
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,18 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rescale_data as rd
 from rescale_data.nodes.below import skip
-from rescale_data.nodes.map import Map
-from rescale_data.nodes.packing.packer import TokenPacker
-from rescale_data.nodes.reader import Reader
-from rescale_data.shard import Shard
 from rescale_data.sources import arrow, megatron
-from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, open_files
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.fragments import cumulative_sums, group_pieces
-from rescale_data.sources.megatron import MegatronSource
-from rescale_data.sources.parquet import ParquetSource
 from rescale_data.testing import assert_source
 from tests.corpus import LAYOUTS, documents, write
 from tests.formats import write_megatron, write_table
@@ -35,7 +28,7 @@ from tests.nodes.resume import plain
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 FILE_LAYOUTS = [layout for layout in LAYOUTS if layout != "dataset"]
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"ids": [1, 2, 3], "text": "ä", "raw": b"\0x", "n": 1, "x": 0.5, "pair": [1.0, 2.0], "meta": {"a": [1], "b": None}},
     {"ids": [], "text": "", "raw": b"", "n": None, "x": 1.5, "pair": [3.0, 4.0], "meta": {"a": [], "b": "c"}},
     {"ids": [70000], "text": None, "raw": None, "n": 3, "x": None, "pair": [5.0, 6.0], "meta": None},
@@ -54,25 +47,25 @@ SCHEMA = pa.schema(
 
 
 @pytest.fixture(params=FILE_LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> str:
+def layout(request):
     return request.param
 
 
-def source_of(path: Path, suffix: str, **kwargs: Any) -> Any:
-    return (ParquetSource if suffix == ".parquet" else ArrowSource)(path, **kwargs)
+def source_of(path, suffix, **kwargs):
+    return (rd.ParquetSource if suffix == ".parquet" else rd.ArrowSource)(path, **kwargs)
 
 
 suffixes = pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 
 
-def tokens_in(source: Any, fragment: int = 0, column: str = "ids") -> list[list[int]]:
+def tokens_in(source, fragment=0, column="ids"):
     tokens = source.tokens(column, fragment)
     return [tokens.values[a:b].tolist() for a, b in itertools.pairwise(tokens.offsets)]
 
 
 class TestRows:
     @pytest.mark.parametrize("compression", [None, "zstd"])
-    def test_values_are_python_and_numpy_ones(self, layout: str, compression: str | None, tmp_path: Path) -> None:
+    def test_values_are_python_and_numpy_ones(self, layout, compression, tmp_path):
         rows = ROWS * 40
         if layout == "parquet":
             path = write_table(tmp_path / "a.parquet", pa.Table.from_pylist(rows, SCHEMA), 7)
@@ -95,17 +88,16 @@ class TestRows:
         assert some.row(2)["ids"].tolist() == [70000]
 
     @suffixes
-    def test_tensors_have_their_shape_and_dictionaries_their_words(self, suffix: str, tmp_path: Path) -> None:
+    def test_tensors_have_their_shape_and_dictionaries_their_words(self, suffix, tmp_path):
         values = [[1, 2, 3, 4, 5, 6], None, [7, 8, None, 10, 11, 12], [1, 0, 0, 0, 0, 2]]
         kind = pa.fixed_shape_tensor(pa.float32(), (2, 3))
         image = pa.ExtensionArray.from_storage(kind, pa.array(values, pa.list_(pa.float32(), 6)))
         word = pa.array(["a", "b", "a", "a"]).dictionary_encode()
         write_table(tmp_path / f"a{suffix}", {"image": image, "word": word}, 3)
         source = source_of(tmp_path, suffix)
-        row = source.row(0)
-        first = row["image"]
+        first = source.row(0)["image"]
         assert (first.tolist(), first.dtype, first.flags.writeable) == ([[1, 2, 3], [4, 5, 6]], np.float32, True)
-        assert (row["word"], source.row(1)) == ("a", {"image": None, "word": "b"})
+        assert (source.row(0)["word"], source.row(1)) == ("a", {"image": None, "word": "b"})
         with pytest.raises(ValueError, match=r"row 2.*null"):
             source.row(2)
         assert source.row(3)["image"].tolist() == [[1, 0, 0], [0, 0, 2]]
@@ -113,20 +105,18 @@ class TestRows:
     @pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64()), pa.list_(pa.int32(), 3)])
     @pytest.mark.parametrize("others", [False, True])
     @pytest.mark.parametrize("cuts", [(0, 20), (0, 5, 20)])
-    def test_what_is_mapped_is_the_same_again_and_looked_into_once(
-        self, kind: Any, others: bool, cuts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_mapped_is_the_same_again_and_looked_into_once(self, kind, others, cuts, tmp_path, monkeypatch):
         """Once if it is one batch of lists; a fragment of several is joined anew, and lists of one length are read anew."""
         docs = documents([3] * 20 if pa.types.is_fixed_size_list(kind) else [3, 0, 7, 1] * 5)
         table = pa.table({**({"n": range(20)} if others else {}), "ids": pa.array(docs, kind)})
         with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
             for start, stop in itertools.pairwise(cuts):
                 writer.write_table(table.slice(start, stop - start).combine_chunks())
-        source = ArrowSource(tmp_path)
+        source = rd.ArrowSource(tmp_path)
         assert tokens_in(source) == docs
         cache().clear()
         if len(cuts) == 2 and not pa.types.is_fixed_size_list(kind):
-            monkeypatch.setattr(ArrowSource, "_decode", None)
+            monkeypatch.setattr(rd.ArrowSource, "_decode", None)
         assert tokens_in(source) == docs
         os.truncate(tmp_path / "a.arrow", 100)
         cache().clear()
@@ -135,7 +125,7 @@ class TestRows:
 
     @suffixes
     @pytest.mark.parametrize("hole", [[1, None], None])
-    def test_a_null_among_tokens_names_its_row_and_harms_no_other(self, suffix: str, hole: Any, tmp_path: Path) -> None:
+    def test_a_null_among_tokens_names_its_row_and_harms_no_other(self, suffix, hole, tmp_path):
         write_table(tmp_path / f"a{suffix}", {"ids": [[1], [2]], "n": [1, 2]})
         write_table(tmp_path / f"b{suffix}", {"ids": [[1], hole, [3]], "n": [1, 2, 3]})
         source = source_of(tmp_path, suffix)
@@ -151,7 +141,7 @@ class TestRows:
                 source.row(3)
 
     @suffixes
-    def test_a_string_that_is_not_utf_8_names_its_row_and_harms_no_other(self, suffix: str, tmp_path: Path) -> None:
+    def test_a_string_that_is_not_utf_8_names_its_row_and_harms_no_other(self, suffix, tmp_path):
         strings = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"b"]).buffers())
         source = source_of(write_table(tmp_path / f"a{suffix}", {"text": strings}), suffix)
         with pytest.raises(ValueError, match=rf"a{suffix}, row 1: it cannot be read: 'utf-8' codec"):
@@ -159,7 +149,7 @@ class TestRows:
         assert source.row(2) == {"text": "b"}
 
     @suffixes
-    def test_columns_are_found_by_their_names(self, suffix: str, tmp_path: Path) -> None:
+    def test_columns_are_found_by_their_names(self, suffix, tmp_path):
         write_table(tmp_path / f"a{suffix}", {"ids": [[1]], "a.b": [1], "a": [{"b": 2}]})
         write_table(tmp_path / f"b{suffix}", {"a": [{"b": 4}], "a.b": [3], "ids": [[2]]})
         source = source_of(tmp_path, suffix)
@@ -168,7 +158,7 @@ class TestRows:
         assert source_of(tmp_path, suffix, columns=["a"]).row(1) == {"a": {"b": 4}}
 
     @suffixes
-    def test_others_are_read_beside_columns_of_one_name(self, suffix: str, tmp_path: Path) -> None:
+    def test_others_are_read_beside_columns_of_one_name(self, suffix, tmp_path):
         columns = [pa.array([1]), pa.array([2]), pa.array([3]), pa.array([[3, 4]])]
         columns += [pa.array(["x"]).dictionary_encode()]
         write_table(tmp_path / f"a{suffix}", pa.Table.from_arrays(columns, ["a", "a", "b", "ids", "d"]))
@@ -186,7 +176,7 @@ class TestRows:
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 60))
 @settings(max_examples=60)
-def test_fragments_are_batches_that_fit(rows: list[int], limit: int) -> None:
+def test_fragments_are_batches_that_fit(rows, limit):
     before = cumulative_sums(np.array(rows, dtype=np.int64))
     cuts = group_pieces(before, before * 10, limit, 400).tolist()
     assert cuts[0] == 0
@@ -198,28 +188,25 @@ def test_fragments_are_batches_that_fit(rows: list[int], limit: int) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("cache_bytes", [2**20, 1])  # where they were decoded, copied out of it
-    def test_tokens_are_kept_as_narrow_as_they_are(self, cache_bytes: int, tmp_path: Path) -> None:
+    def test_tokens_are_kept_as_narrow_as_they_are(self, cache_bytes, tmp_path):
         """Each row group in memory of its own; packed they are what the rows are."""
         ends = [0, 255, 256, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**62, -1]
         kept = [np.uint8, np.uint8, np.uint16, np.uint16, np.int32, np.int32, np.int64, np.int64, np.int64]
         docs = [[end, 3, 7, end][:size] for end in ends for size in (4, 0, 1)]
         write_table(tmp_path / "a.parquet", {"tokens": pa.array(docs, pa.list_(pa.int64()))}, 3)
-        source = ParquetSource(tmp_path, cache_bytes=cache_bytes)
+        source = rd.ParquetSource(tmp_path, cache_bytes=cache_bytes)
         found = [source.tokens("tokens", fragment).values for fragment in range(len(ends))]
         assert [array.dtype for array in found] == kept
         assert [array.tolist() for array in found] == [[end, 3, 7, end, end] for end in ends]
         assert all(array.base is None for array in found)
-        first, second = (Reader(source, Shard(), shuffle=5) for _ in range(2))
-        ours, rows = (
-            TokenPacker(node, column="tokens", seq_len=2, eos_id=2) for node in (first, Map(second, lambda row: row))
-        )
+        first, second = (rd.Reader(source, rd.Shard(), shuffle=5) for _ in range(2))
+        nodes = (first, rd.Map(second, lambda row: row))
+        ours, rows = (rd.TokenPacker(node, column="tokens", seq_len=2, eos_id=2) for node in nodes)
         for _ in range(23):
             assert next(ours)["tokens"].tolist() == next(rows)["tokens"].tolist()
 
     @pytest.mark.parametrize("kind", ["arrow", "megatron"])
-    def test_some_of_a_mapped_source_larger_than_the_budget_stays(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_some_of_a_mapped_source_larger_than_the_budget_stays(self, kind, tmp_path, monkeypatch):
         monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 64)
         monkeypatch.setattr(megatron, "FRAGMENT_ROWS", 64)
         docs = (np.arange(24 * 64 * 800) % 60_000).reshape(-1, 800).tolist()
@@ -227,14 +214,16 @@ class TestMemory:
             write_table(tmp_path / "a.arrow", {"tokens": pa.array(docs, pa.list_(pa.uint16()))}, 64)
         else:
             write_megatron(tmp_path / "a", docs)
-        source_kind = ArrowSource if kind == "arrow" else MegatronSource
+        source_kind = rd.ArrowSource if kind == "arrow" else rd.MegatronSource
         size = source_kind(tmp_path).fragment_bytes
         source = source_kind(tmp_path, cache_bytes=14 * size)
-        read: list[int] = []
+        read = []
         name = "_load_tokens" if kind == "arrow" else "_load"
         load = getattr(source_kind, name)
         monkeypatch.setattr(source_kind, name, lambda self, *args: (read.append(args[-1]), load(self, *args))[1])
-        packer = TokenPacker(Reader(source, Shard(repeat=True), shuffle=64), column="tokens", seq_len=5000, eos_id=None)
+        packer = rd.TokenPacker(
+            rd.Reader(source, rd.Shard(repeat=True), shuffle=64), column="tokens", seq_len=5000, eos_id=None
+        )
         an_epoch = 24 * 64 * 800 // 5000
         next(packer)
         skip(packer, an_epoch)
@@ -244,7 +233,7 @@ class TestMemory:
         assert min(of_epoch) >= 9
 
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-    def test_resident_memory_is_bounded_by_the_budget(self, layout: str, tmp_path: Path) -> None:
+    def test_resident_memory_is_bounded_by_the_budget(self, layout, tmp_path):
         values = np.arange(2**24 // 1000 * 2000, dtype=np.int32) // 7
         offsets = pa.array(np.arange(0, len(values) + 1, 2000), pa.int32())
         tokens = pa.ListArray.from_arrays(offsets, pa.array(values))
@@ -261,9 +250,7 @@ class TestMemory:
             peak = max(peak, resident())
         assert peak - before < 2**23 + 4 * source.fragment_bytes < size / 3
 
-    def test_few_files_are_open_and_a_worker_reads_no_footer_again(
-        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_few_files_are_open_and_a_worker_reads_no_footer_again(self, layout, tmp_path, monkeypatch):
         monkeypatch.setattr(open_files(), "_max_files", 3)
         source = write(layout, tmp_path, documents([2] * 20), per_file=2)
         for index in range(20):
@@ -273,24 +260,24 @@ class TestMemory:
         assert pickle.loads(pickle.dumps(source)).row(19)["tokens"].tolist() == source.row(19)["tokens"].tolist()
 
 
-def resident() -> int:
+def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class TestFilesThatChange:
     @pytest.mark.parametrize("columns", [None, ["ids"]])
-    def test_one_that_is_cut_off_while_it_is_read_is_an_error(self, columns: list[str] | None, tmp_path: Path) -> None:
+    def test_one_that_is_cut_off_while_it_is_read_is_an_error(self, columns, tmp_path):
         path = tmp_path / "a.arrow"
         write_table(path, {"ids": [list(range(100))] * 5000, "row": list(range(5000))}, 500)
-        source = ArrowSource(tmp_path, columns=columns)
+        source = rd.ArrowSource(tmp_path, columns=columns)
         source.row(0)
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ValueError, match=r"a\.arrow was cut off while it was read: it had \d+ bytes and has \d+"):
             source.row(4999)
         with pytest.raises(OSError, match=r"a\.arrow was cut off while it was read"):
-            list(Reader(source, Shard(), shuffle=False, on_error="skip"))
+            list(rd.Reader(source, rd.Shard(), shuffle=False, on_error="skip"))
 
-    def test_a_message_that_ends_before_it_begins_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_message_that_ends_before_it_begins_is_an_error(self, tmp_path):
         """A body of so many bytes below 0 would lead back to the message itself, for ever."""
         path = tmp_path / "a.arrow"
         with pa.ipc.new_stream(path, pa.schema({"n": pa.int64()})) as writer:
@@ -301,23 +288,23 @@ class TestFilesThatChange:
         back = -(len(stream) - 8 - 32 - start)
         path.write_bytes(stream[:body_length] + back.to_bytes(8, "little", signed=True) + stream[body_length + 8 :])
         with pytest.raises(ValueError, match=f"a.arrow.* a message of {back} bytes"):
-            ArrowSource(path)
+            rd.ArrowSource(path)
 
-    def test_one_that_is_replaced_while_it_is_read_is_read_to_its_end(self, tmp_path: Path) -> None:
+    def test_one_that_is_replaced_while_it_is_read_is_read_to_its_end(self, tmp_path):
         write_table(tmp_path / "a.arrow", {"row": list(range(9000))})
-        source = ArrowSource(tmp_path)
+        source = rd.ArrowSource(tmp_path)
         source.row(0)
         write_table(tmp_path / "b.arrow", {"row": [0]})
         os.replace(tmp_path / "b.arrow", tmp_path / "a.arrow")
         assert source.row(8999)["row"] == 8999
 
     @suffixes
-    def test_what_is_not_the_fault_of_a_file(
-        self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_is_not_the_fault_of_a_file(self, suffix, tmp_path, monkeypatch):
         write_table(tmp_path / f"a{suffix}", {"row": [1]})
         full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(ParquetSource if suffix == ".parquet" else ArrowSource, "_footer", Mock(side_effect=full))
+        monkeypatch.setattr(
+            rd.ParquetSource if suffix == ".parquet" else rd.ArrowSource, "_footer", Mock(side_effect=full)
+        )
         with pytest.raises(OSError, match="No space left") as raised:
             source_of(tmp_path, suffix)
         assert f"a{suffix} was read" in raised.value.__notes__[0]

@@ -1,8 +1,6 @@
 """Sources of which an expression chooses the rows: as if only these had been written."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +15,11 @@ from rescale_data.testing import assert_source
 from tests.formats import write_table
 from tests.pipelines import as_samples
 from tests.sources.corpora import loader_of
-from tests.sources.far import Far
 
 KINDS = ["parquet", "arrow", "compressed", "stream"]
 
 
-def table_of(values: list[int | None]) -> pa.Table:
+def table_of(values):
     tokens = [[i] * (1 + i % 4) for i in range(len(values))]
     words = pa.array([[f"word {i}"] for i in range(len(values))], pa.list_(pa.string()))
     return pa.table(
@@ -30,19 +27,19 @@ def table_of(values: list[int | None]) -> pa.Table:
     )
 
 
-def write(folder: Path, kind: str, tables: list[pa.Table], rows: int) -> None:
+def write(folder, kind, tables, rows):
     for number, table in enumerate(tables):
         path = folder / f"{number}.{'parquet' if kind == 'parquet' else 'arrow'}"
         compression = "zstd" if kind == "compressed" else None
         write_table(path, table, rows, is_stream=kind == "stream", compression=compression)
 
 
-def source_of(folder: Any, kind: str, **kwargs: Any) -> Any:
+def source_of(folder, kind, **kwargs):
     return (rd.ParquetSource if kind == "parquet" else rd.ArrowSource)(folder, **kwargs)
 
 
 @pytest.fixture(autouse=True)
-def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_fragments(monkeypatch):
     monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 16)
 
 
@@ -53,9 +50,7 @@ def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_rows_are_those_that_match(
-    kind: str, values: Any, size: int, bounds: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_rows_are_those_that_match(kind, values, size, bounds, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write(folder, kind, [table_of(part) for part in values], size)
     low, high = sorted(bounds)
@@ -78,7 +73,7 @@ def test_rows_are_those_that_match(
     assert sum(rows for *_, rows in source.manifest()["files"]) == source.num_rows == len(places)
 
 
-def test_rows_that_are_not_a_number(tmp_path: Path) -> None:
+def test_rows_that_are_not_a_number(tmp_path):
     """Statistics of row groups leave them out."""
     values = [float("nan") if i % 5 == 3 else float(i) for i in range(60)]
     table = pa.table({"f": values, "n": range(60), "s": [{"f": f} for f in values]})
@@ -95,13 +90,13 @@ def test_rows_that_are_not_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_one_percent_of_a_corpus_costs_one_percent_of_the_reading(kind: str, far: type[Far], tmp_path: Path) -> None:
+def test_one_percent_of_a_corpus_costs_one_percent_of_the_reading(kind, far, tmp_path):
     values = np.random.default_rng(0).integers(0, 2**31, (200 * 64, 200))
     tokens = pa.ListArray.from_arrays(np.arange(0, values.size + 1, 200, dtype=np.int32), values.ravel())
     write(tmp_path / "data", kind, [pa.table({"n": np.arange(200).repeat(64), "tokens": tokens})], 64)
     total = sum(path.stat().st_size for path in (tmp_path / "data").iterdir())
 
-    def open_and_read(read: bool) -> float:
+    def open_and_read(read):
         far.forget()
         source = source_of(
             f"far://{tmp_path / 'data'}",
@@ -124,7 +119,7 @@ def test_one_percent_of_a_corpus_costs_one_percent_of_the_reading(kind: str, far
 
 
 class TestWhatIsCompared:
-    def test_a_checkpoint_is_of_one_filter(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_is_of_one_filter(self, tmp_path):
         write(tmp_path, "parquet", [table_of([i % 10 for i in range(200)])], 20)
         open_it = partial(rd.ParquetSource, tmp_path)
         state = loader_of(open_it(filter=pc.field("n") < 5), 0, 1, 12, 0).state_dict()
@@ -133,7 +128,7 @@ class TestWhatIsCompared:
         with pytest.raises(rd.DataStateError, match="filter"):
             loader_of(open_it(), 0, 1, 12, 0).load_state_dict(state)
 
-    def test_a_blocklist_with_another_id_in_its_middle_is_applied(self, tmp_path: Path) -> None:
+    def test_a_blocklist_with_another_id_in_its_middle_is_applied(self, tmp_path):
         """The index of the first one lies in the same folder."""
         write(tmp_path, "parquet", [table_of([*range(100)])], 20)
         for left_out in (50, 52, 50):
@@ -143,7 +138,7 @@ class TestWhatIsCompared:
             assert kept == [i for i in range(0, 100, 2) if i != left_out]
 
 
-def test_files_that_are_added_join(tmp_path: Path) -> None:
+def test_files_that_are_added_join(tmp_path):
     write(tmp_path, "parquet", [table_of([i % 10 for i in range(200)])], 20)
     condition = pc.field("n") < 5
     loader = loader_of(rd.ParquetSource(tmp_path, filter=condition), 0, 1, 12, 0, collate_fn=as_samples)

@@ -4,17 +4,14 @@ import itertools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import rescale_data as rd
 from rescale_data.sources.fragmented import num_rows, short_manifest
-from rescale_data.testing import full_state_dict
 from tests.formats import write_jsonl, write_table
 from tests.laws.tables import TOPS
 from tests.states import opened
@@ -23,61 +20,53 @@ SHARDS, BATCH = 6, 6
 WITH_WINDOWS = ["TokenPacker", "WholeDocumentPacker", "Shuffle"]
 
 
-def write(folder: Path, kind: str, name: str, rows: range) -> None:
+def write(folder, kind, name, rows):
     if kind == "jsonl":
         write_jsonl(folder / f"{name}.jsonl", [{"x": i} for i in rows])
     else:
         write_table(folder / f"{name}.parquet", {"x": rows}, 7)
 
 
-def write_documents(folder: Path, name: str, rows: range, length: Callable[[int], int] = lambda row: 5) -> None:
+def write_documents(folder, name, rows, length=lambda row: 5):
     """Write a document for each number, of as many tokens as `length` says, which are that number."""
     tokens = pa.array([[row] * length(row) for row in rows], pa.list_(pa.int32()))
     write_table(folder / f"{name}.parquet", {"tokens": tokens}, 7)
 
 
-def source_of(folder: Path, kind: str) -> Any:
+def source_of(folder, kind):
     return rd.JsonlSource(folder) if kind == "jsonl" else rd.ParquetSource(folder, index_dir=index_of(folder))
 
 
-def index_of(folder: Path) -> Path:
+def index_of(folder):
     return Path(f"{folder}.index")
 
 
-def make_loader(data: Any, **kwargs: Any) -> rd.DataLoader:
+def make_loader(data, **kwargs):
     return rd.DataLoader(data, global_batch_size=BATCH, num_logical_shards=SHARDS, **kwargs)
 
 
-def segment(source: Any, state: Any, steps: int, world: int = 1, **kwargs: Any) -> tuple[Counter[int], dict[str, Any]]:
-    sizes = {"micro_batch_size": 1, "dp_world_size": world}
-    loaders = [make_loader(source, dp_rank=rank, **sizes, **kwargs) for rank in range(world)]
-    if state is not None:
-        [loader.load_state_dict(state) for loader in loaders]
-    seen: Counter[int] = Counter()
-    for _ in range(steps * loaders[0].gradient_accumulation_steps):
-        for loader in loaders:
-            while loader._stream.begin_segment() is None:
-                loader._stream.begin_next_epoch()
-            seen.update(loader._stream.take().batch["x"].tolist())
-    state = full_state_dict(loaders)
-    [loader.close() for loader in loaders]
-    return seen, state
+def segment(source, state, steps, **kwargs):
+    """Return the rows of so many steps from a state on, over ends of epochs, and the state after them."""
+    with make_loader(source, **kwargs) as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = itertools.islice((batch for _ in range(9) for batch in loader), steps)
+        return Counter(row for batch in batches for row in batch["x"].tolist()), loader.state_dict()
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return request.param
 
 
-@pytest.fixture
-def data(kind: str, tmp_path: Path) -> Path:
-    write(tmp_path / "data", kind, "b", range(30))
-    write(tmp_path / "data", kind, "d", range(30, 60))
-    return tmp_path / "data"
+def write_two(folder, kind, first=0):
+    write(folder, kind, "b", range(first, first + 30))
+    write(folder, kind, "d", range(first + 30, first + 60))
+    return folder
 
 
 @pytest.mark.parametrize("given", ["", "/*/*.{}", "/**/*.{}", "://"])
-def test_a_folder_joins_where_there_was_one(kind: str, given: str, tmp_path: Path) -> None:
+def test_a_folder_joins_where_there_was_one(kind, given, tmp_path):
     """Names are below what was given, so those of files in the first folder stay."""
     below = f"local://{tmp_path}/data" if given == "://" else f"{tmp_path}/data{given.format(kind)}"
     make = partial(rd.JsonlSource if kind == "jsonl" else rd.ParquetSource, below, index_dir=tmp_path / "index")
@@ -90,7 +79,7 @@ def test_a_folder_joins_where_there_was_one(kind: str, given: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind: str, tmp_path: Path, shuffle: bool) -> None:
+def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind, tmp_path, shuffle):
     open_source = rd.JsonlSource if kind == "jsonl" else rd.ParquetSource
     rows = {"a": range(30), "b": range(100, 130), "c": range(200, 230)}
     for names in ("ab", "ac", "abc"):
@@ -107,14 +96,12 @@ def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind: str, t
 
 @pytest.mark.parametrize("top", WITH_WINDOWS)
 @pytest.mark.parametrize(("prefix", "read_ahead"), [("", True), ("file://", False), ("file://", True)])
-def test_what_is_read_ahead_of_a_window_has_not_begun(
-    prefix: str, read_ahead: bool, top: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_read_ahead_of_a_window_has_not_begun(prefix, read_ahead, top, tmp_path, caplog):
     """Else files would join later where the cache has room for more."""
     for name, first in (("b", 0), ("d", 30), ("a", 100)):
         write_documents(tmp_path, name, range(first, first + 30))
 
-    def begun(names: str) -> rd.DataLoader:
+    def begun(names):
         files = [f"{prefix}{tmp_path}/{name}.parquet" for name in names]
         source = rd.ParquetSource(files, remote=rd.Remote(read_ahead=read_ahead))
         return make_loader(lambda shard: TOPS[top](rd.Reader(source, shard)), repeat=True)
@@ -129,16 +116,15 @@ class TestDigests:
     """With an index a state has a digest a folder, and the index has the list of the files."""
 
     @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
+    def folder(self, tmp_path):
         for part, first in (("x", 0), ("y", 60)):
-            write(tmp_path / "data" / part, "parquet", "b", range(first, first + 30))
-            write(tmp_path / "data" / part, "parquet", "d", range(first + 30, first + 60))
+            write_two(tmp_path / "data" / part, "parquet", first)
         return tmp_path / "data"
 
-    def state(self, folder: Path) -> dict[str, Any]:
+    def state(self, folder):
         return segment(source_of(folder, "parquet"), None, 4, repeat=True)[1]
 
-    def test_with_and_without_an_index_it_is_the_same_data(self, folder: Path) -> None:
+    def test_with_and_without_an_index_it_is_the_same_data(self, folder):
         plain, digests = segment(rd.ParquetSource(folder), None, 4, repeat=True)[1], self.state(folder)
         (saved,) = opened(digests)["sources"].values()
         assert [(name, files, rows) for name, files, _, rows in saved["folders"]] == [("x", 2, 60), ("y", 2, 60)]
@@ -147,7 +133,7 @@ class TestDigests:
         assert with_index == segment(rd.ParquetSource(folder), digests, 5)[0]
 
     @pytest.mark.parametrize("saved_with", ["list", "digests"])
-    def test_what_was_added_is_found(self, folder: Path, saved_with: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_was_added_is_found(self, folder, saved_with, caplog):
         before = rd.ParquetSource(folder) if saved_with == "list" else source_of(folder, "parquet")
         state = segment(before, None, 4, repeat=True)[1]
         write(folder / "x", "parquet", "c", range(200, 212))
@@ -159,7 +145,7 @@ class TestDigests:
         assert seen == Counter([*range(120), *range(200, 212)])
 
     @pytest.mark.parametrize("now_with_index", [True, False])
-    def test_without_the_index_of_then_the_folder_is_named(self, folder: Path, now_with_index: bool) -> None:
+    def test_without_the_index_of_then_the_folder_is_named(self, folder, now_with_index):
         state = self.state(folder)
         shutil.rmtree(index_of(folder))
         (folder / "y" / "d.parquet").unlink()
@@ -170,7 +156,7 @@ class TestDigests:
         assert "folders: x" not in str(error.value)
 
     @pytest.mark.parametrize("steps", [6, 17])
-    def test_the_index_of_then_is_needed_until_all_shards_are_past_it(self, folder: Path, steps: int) -> None:
+    def test_the_index_of_then_is_needed_until_all_shards_are_past_it(self, folder, steps):
         state = self.state(folder)
         write(folder / "x", "parquet", "c", range(200, 212))
         state = segment(source_of(folder, "parquet"), state, steps, repeat=True)[1]
@@ -184,7 +170,7 @@ class TestDigests:
             assert found == expected
             assert "by_epoch" not in opened(state)["sources"]
 
-    def test_of_very_many_folders_there_is_one_digest(self) -> None:
+    def test_of_very_many_folders_there_is_one_digest(self):
         for count, folders in ((64, 64), (65, 1)):
             files = [[f"{i}/a", 10, 5] for i in range(count)]
             folded = short_manifest({"format": "parquet", "files": files})
@@ -192,31 +178,29 @@ class TestDigests:
             assert num_rows(folded) == 5 * count
 
 
-def packed(shard: rd.Shard, source: Any) -> Any:
+def packed(shard, source):
     return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=8, eos_id=7)
 
 
-def first_tokens(shard: rd.Shard, source: Any) -> Any:
+def first_tokens(shard, source):
     return rd.Map(rd.Reader(source, shard, shuffle=8), first_token)
 
 
-def first_token(sample: Any) -> Any:
+def first_token(sample):
     return {"tokens": sample["tokens"][:1]}
 
 
 @pytest.mark.parametrize("pipeline", [packed, first_tokens])
 @pytest.mark.parametrize("repeat", [False, True])
-def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(
-    pipeline: Any, repeat: bool, tmp_path: Path
-) -> None:
-    def loader_at(state: Any, workers: int = 0) -> rd.DataLoader:
+def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(pipeline, repeat, tmp_path):
+    def loader_at(state, workers=0):
         made = partial(pipeline, source=rd.ParquetSource(tmp_path))
         loader = make_loader(made, num_workers=workers, repeat=repeat, verify=True)
         if state is not None:
             loader.load_state_dict(state)
         return loader
 
-    def rest(loader: rd.DataLoader) -> list[Any]:
+    def rest(loader):
         batches = (batch for _ in range(9) for batch in loader)
         return [batch["tokens"].tolist() for batch in itertools.islice(batches, 30)]
 
@@ -236,7 +220,8 @@ def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_they_join_at_once_before_anything_was_drawn_and_after_a_reset(kind: str, data: Path, steps: int) -> None:
+def test_they_join_at_once_before_anything_was_drawn_and_after_a_reset(kind, tmp_path, steps):
+    data = write_two(tmp_path / "data", kind)
     state = segment(source_of(data, kind), None, steps)[1]
     write(data, kind, "a", range(100, 112))
     loader = make_loader(source_of(data, kind))
@@ -248,7 +233,8 @@ def test_they_join_at_once_before_anything_was_drawn_and_after_a_reset(kind: str
 
 
 @pytest.mark.parametrize("change", ["removed", "changed"])
-def test_a_file_that_is_gone_or_another_one_is_an_error(kind: str, data: Path, change: str) -> None:
+def test_a_file_that_is_gone_or_another_one_is_an_error(kind, tmp_path, change):
+    data = write_two(tmp_path / "data", kind)
     state = segment(source_of(data, kind), None, 4)[1]
     file = data / f"d.{kind}"
     later = file.stat().st_mtime_ns + 10**9
@@ -260,7 +246,7 @@ def test_a_file_that_is_gone_or_another_one_is_an_error(kind: str, data: Path, c
         segment(source_of(data, kind), state, 1)
 
 
-def test_a_list_whose_files_share_another_folder_names_the_cure(tmp_path: Path) -> None:
+def test_a_list_whose_files_share_another_folder_names_the_cure(tmp_path):
     for folder in ("a", "b"):
         write(tmp_path / folder, "parquet", "d", range(30))
     files = [tmp_path / folder / "d.parquet" for folder in ("a", "b")]
@@ -269,19 +255,17 @@ def test_a_list_whose_files_share_another_folder_names_the_cure(tmp_path: Path) 
         segment(rd.ParquetSource(files), state, 1)
 
 
-def ids(batches: Any) -> set[int]:
+def ids(batches):
     return {i for batch in batches for i in batch["x"][batch["valid"]].tolist()}
 
 
 @pytest.mark.parametrize("num_taken", [0, 1])
 @pytest.mark.parametrize("asks", [iter, lambda loader: iter(loader) and loader.peek(), rd.DataLoader.start])
-def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(
-    kind: str, tmp_path: Path, asks: Any, num_taken: int
-) -> None:
+def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(kind, tmp_path, asks, num_taken):
     """With fewer rows than a global batch an epoch is redistributed as soon as it is asked for."""
     write(tmp_path, kind, "b", range(5))
 
-    def loader() -> rd.DataLoader:
+    def loader():
         return rd.DataLoader(source_of(tmp_path, kind), global_batch_size=8, micro_batch_size=4, tail="pad")
 
     first = loader()

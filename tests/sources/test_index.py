@@ -8,7 +8,6 @@ import shutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,19 +23,19 @@ from tests.sources.far import Far
 from tests.sources.test_files import resident
 
 
-def write(folder: Path, name: str, first: int = 0) -> None:
+def write(folder, name, first=0):
     write_table(folder / "data" / f"{name}.parquet", {"x": range(first, first + 20)}, 10)
 
 
-def indexed(folder: Path) -> rd.ParquetSource:
+def indexed(folder):
     return rd.ParquetSource(folder / "data", index_dir=folder / "index")
 
 
-def open_counted(folder: Path) -> rd.ParquetSource:
+def open_counted(folder):
     return rd.ParquetSource(f"far://{folder / 'data'}", index_dir=folder / "index")
 
 
-def open_and_count(folder: Path) -> tuple[int, int, int, int]:
+def open_and_count(folder):
     """Requests for files, other requests, bytes pickled, and bytes of memory that the source took."""
     Far.forget()
     before = resident()
@@ -44,16 +43,18 @@ def open_and_count(folder: Path) -> tuple[int, int, int, int]:
     return Far.requests(), Far.asked.total() - Far.requests(), len(pickle.dumps(source)), resident() - before
 
 
-def test_eight_processes_and_ten_thousand_files(far: type[Far], tmp_path: Path) -> None:
+def open_in_processes(folder, num_processes):
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:  # which have not read a footer
+        return pool.map(open_and_count, [folder] * num_processes, chunksize=1)
+
+
+def test_eight_processes_and_ten_thousand_files(far, tmp_path):
     (tmp_path / "data").mkdir()
     first = write_table(tmp_path / "first.parquet", {"x": range(20)}, 10)
     num_files, num_processes = 10_000, 8
     for i in range(num_files):
         os.link(first, tmp_path / "data" / f"{i:05d}.parquet")
-    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
-        found = pool.map(open_and_count, [tmp_path] * num_processes, chunksize=1)
-    with multiprocessing.get_context("fork").Pool(num_processes) as pool:  # which have not read a footer
-        again = pool.map(open_and_count, [tmp_path] * num_processes, chunksize=1)
+    found, again = [open_in_processes(tmp_path, num_processes) for _ in range(2)]
     assert num_files <= sum(reads for reads, *_ in found)
     assert sum(reads + others for reads, others, *_ in found) <= num_files + 10 * num_processes
     assert [reads for reads, *_ in again] == [0] * num_processes
@@ -69,9 +70,7 @@ def test_eight_processes_and_ten_thousand_files(far: type[Far], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_an_indexed_source_is_the_same(
-    kind: str, far: type[Far], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_indexed_source_is_the_same(kind, far, tmp_path, caplog):
     """Made, mapped, pickled, by a URL; and where files have other times, as on another host, beside the index."""
     plain = make_source(kind, tmp_path / kind)
     make = partial(type(plain), tmp_path / kind, index_dir=tmp_path / "index")
@@ -94,19 +93,11 @@ def test_an_indexed_source_is_the_same(
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_only_files_that_were_added_or_have_changed_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    read: list[str] = []
-    footer = rd.ParquetSource._footer
-
-    def seen(self: Any, file: int) -> Any:
-        read.append(self._files.names[file])
-        return footer(self, file)
-
+def test_only_files_that_were_added_or_have_changed_are_read(tmp_path, monkeypatch, caplog):
+    read, footer = [], rd.ParquetSource._footer
+    seen = lambda source, file: (read.append(source._files.names[file]), footer(source, file))[1]  # noqa: E731
     monkeypatch.setattr(rd.ParquetSource, "_footer", seen)
-    for name in ("b", "d"):
-        write(tmp_path, name)
+    write(tmp_path, "b"), write(tmp_path, "d")
     indexed(tmp_path)
     assert sorted(read) == ["b.parquet", "d.parquet"]
     write(tmp_path, "c", 100)
@@ -125,7 +116,7 @@ def test_only_files_that_were_added_or_have_changed_are_read(
     assert read[3:] == ["d.parquet"]
 
 
-def test_an_index_of_another_format_or_of_other_files_is_an_error(tmp_path: Path) -> None:
+def test_an_index_of_another_format_or_of_other_files_is_an_error(tmp_path):
     write(tmp_path, "a")
     indexed(tmp_path)
     [of_other_files] = (tmp_path / "index").glob("*.rdindex")
@@ -133,15 +124,14 @@ def test_an_index_of_another_format_or_of_other_files_is_an_error(tmp_path: Path
     rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")
     [of_arrow] = (tmp_path / "arrow").glob("*.rdindex")
     write(tmp_path, "b")
-    bundle = indexed(tmp_path)._index_bundle
-    assert bundle is not None
+    path = indexed(tmp_path)._index_bundle.path
     for index, words in ((of_other_files, "of other files"), (of_arrow, r"of .*'arrow'.* not of .*'parquet'")):
-        shutil.copy(index, bundle.path)
+        shutil.copy(index, path)
         with pytest.raises(ValueError, match=f"is an index {words}"):
             indexed(tmp_path)
 
 
-def test_an_index_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_another_version_is_left_alone(tmp_path, monkeypatch):
     write(tmp_path, "a")
     indexed(tmp_path)
     monkeypatch.setattr(fragmented, "INDEX_FORMAT_VERSION", 9)
@@ -149,9 +139,7 @@ def test_an_index_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: 
     assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2
 
 
-def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(tmp_path, monkeypatch):
     path, make = tmp_path / "file", Mock()
     monkeypatch.setattr(once, "Lease", lambda *_, **__: (path.write_text("whole"), nullcontext())[1])
     assert once.open_or_create(str(path), lambda name: Path(name).read_text(), make) == "whole"

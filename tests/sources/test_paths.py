@@ -8,9 +8,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -30,7 +29,7 @@ NAMES = ("b/2.parquet", "b/10.parquet", "a.parquet", "B.parquet", "notes.txt", "
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for name in NAMES:
         path = tmp_path / "corpus" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,12 +37,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def names(paths: Any) -> list[str]:
+def names(paths):
     return list(find_matching_files(paths, (".parquet",)).names)
 
 
 @pytest.mark.parametrize("place", ["", "file://", "memory:/"])
-def test_folders_globs_and_lists(place: str, folder: Path) -> None:
+def test_folders_globs_and_lists(place, folder):
     if place == "memory:/":
         fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
     root = f"{place}{folder}"
@@ -64,10 +63,10 @@ def test_folders_globs_and_lists(place: str, folder: Path) -> None:
         assert file.read() == b"x" * 9
 
 
-def test_a_folder_that_cannot_be_listed_is_no_empty_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(folder, monkeypatch):
     scan = os.scandir
 
-    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+    def refuse(path):
         if os.path.basename(path) in ("b", "_tmp"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scan(path)
@@ -78,27 +77,27 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(folder: Path, monkeypatc
 
 
 class TestLinks:
-    def test_to_a_folder_are_followed(self, folder: Path, tmp_path: Path) -> None:
+    def test_to_a_folder_are_followed(self, folder, tmp_path):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "part").symlink_to(folder / "b")
         assert names(tmp_path / "run") == ["part/10.parquet", "part/2.parquet"]
 
     @pytest.mark.parametrize(("link", "to"), [("b/up", ".."), ("b/itself", "itself"), ("b/out", "../../outside")])
-    def test_that_lead_in_a_circle_are_named(self, link: str, to: str, folder: Path) -> None:
+    def test_that_lead_in_a_circle_are_named(self, link, to, folder):
         (folder.parent / "outside").mkdir()
         (folder.parent / "outside" / "back").symlink_to(folder)
         (folder / link).symlink_to(to)
         with pytest.raises(ValueError, match=f"{link}.* is a symbolic link that leads in a circle.*give a glob"):
             names(folder)
 
-    def test_to_nothing_are_not_left_out(self, folder: Path) -> None:
+    def test_to_nothing_are_not_left_out(self, folder):
         (folder / "c.parquet").symlink_to("nowhere")
         for given in (f"{folder}/*.parquet", folder):
             with pytest.raises(FileNotFoundError, match=r"c\.parquet"):
                 names(given)
 
 
-def test_relative_to_where_we_are(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_to_where_we_are(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     assert names("b/*.parquet") == ["10.parquet", "2.parquet"]
     assert names(".") == names(folder)
@@ -109,12 +108,12 @@ def test_relative_to_where_we_are(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("place", ["", "file://"])
 @pytest.mark.parametrize("again", ["b/./2.parquet", "b//2.parquet", "b/../b/2.parquet", "b//*.parquet", "./b"])
-def test_one_file_spelled_in_two_ways_is_read_once(place: str, again: str, folder: Path) -> None:
+def test_one_file_spelled_in_two_ways_is_read_once(place, again, folder):
     root = f"{place}{folder}"
     assert names([f"{root}/a.parquet", f"{root}/b", f"{root}/{again}"]) == ["a.parquet", "b/10.parquet", "b/2.parquet"]
 
 
-def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
+def test_a_name_with_brackets_is_a_file_first(tmp_path):
     (tmp_path / "part[1].parquet").write_bytes(b"x")
     fsspec.filesystem("memory").pipe("/brackets/part[1].parquet", b"x")
     for folder in (tmp_path, "memory://brackets"):
@@ -124,7 +123,7 @@ def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["s/", "s//", "s/../"])
-def test_keys_stay_as_they_are(below: str) -> None:
+def test_keys_stay_as_they_are(below):
     """In a bucket a//b, a/./b, a/../b and a/b are four objects."""
     memory = fsspec.filesystem("memory")
     memory.store.clear()
@@ -137,7 +136,7 @@ def test_keys_stay_as_they_are(below: str) -> None:
         assert sorted(found) == sorted(given)
 
 
-def test_a_row_s_file_is_found_by_its_name() -> None:
+def test_a_row_s_file_is_found_by_its_name():
     """As `exclude=` does. A name that only a disk takes for the same is found if no file has it."""
     memory, table = fsspec.filesystem("memory"), pa.table({"x": [1, 2]})
     keys = ("rows/a//b.parquet", "rows/a/b.parquet", "rows/c.parquet")
@@ -153,7 +152,7 @@ def test_a_row_s_file_is_found_by_its_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
+def options():
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with serving() as server:
@@ -161,19 +160,19 @@ def options() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def bucket(options: dict[str, Any]) -> Any:
+def bucket(options):
     return fsspec.filesystem("s3", **options, use_listings_cache=False)
 
 
-def test_a_bucket_that_is_not_there_is_named(options: dict[str, Any]) -> None:
+def test_a_bucket_that_is_not_there_is_named(options):
     with pytest.raises(FileNotFoundError, match="s3://nothing"):
         rd.ParquetSource("s3://nothing/here", storage_options=options)
 
 
-def test_what_has_changed_since_this_process_listed_it(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_what_has_changed_since_this_process_listed_it(bucket, options, tmp_path):
     """s3fs keeps listings; another process, or a filesystem with other options, has written in between."""
 
-    def rows(given: str) -> list[int]:
+    def rows(given):
         source = rd.JsonlSource(f"{CHANGING}{given}", storage_options=options, index_dir=tmp_path)
         return [source.row(i)["x"] for i in range(source.num_rows)]
 
@@ -186,7 +185,7 @@ def test_what_has_changed_since_this_process_listed_it(bucket: Any, options: dic
         bucket.rm_file(f"{CHANGING}/b.jsonl")
 
 
-def test_names_are_taken_as_they_are(bucket: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_names_are_taken_as_they_are(bucket, options, tmp_path):
     names = ["a/x.jsonl", "a//x.jsonl", "a/./x.jsonl", "a/[1].jsonl", "a/#.jsonl", "a/%20 +&.jsonl", "a/ü.jsonl"]
     for i, name in enumerate(names):
         bucket.pipe_file(f"s3://{BUCKET}/names/{name}", b'{"x": %d}\n' % i)
@@ -202,7 +201,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     fails: Callable[[str], int] = staticmethod(lambda path: 0)
 
-    def send_head(self) -> Any:
+    def send_head(self):
         if status := type(self).fails(self.path):
             self.send_error(status)
             return None
@@ -215,11 +214,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.end_headers()
         return io.BytesIO(data)
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    def log_message(self, format, *args): ...
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url(tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
     for i, name in enumerate(("a", "b", "more/c")):
@@ -236,13 +235,13 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ("given", "num_files"),
     [("/a.parquet", 1), ("", 3), ("/", 3), ("/*.parquet", 2), ("/**/*.parquet", 3), ("/a.parquet?key=1&more=a/b", 1)],
 )
-def test_by_plain_url(url: str, given: str, num_files: int) -> None:
+def test_by_plain_url(url, given, num_files):
     source = rd.ParquetSource(url + given)
     assert [source.row(i)["x"] for i in range(source.num_rows)] == list(range(10 * num_files))
     assert source.locate(3) == f"{url}/{given[1:] if 'a' in given.partition('.')[0] else 'a.parquet'}, row 3"
 
 
-def test_a_file_that_has_changed_by_its_time(url: str, tmp_path: Path) -> None:
+def test_a_file_that_has_changed_by_its_time(url, tmp_path):
     """The server has no ETag, and the file is as long as before."""
     for i, lines in enumerate(('{"x": 1}\n{"x": 2222}\n', '{"x": 3333}\n{"x": 4}\n')):
         path = tmp_path / "data" / "a.jsonl"
@@ -252,7 +251,7 @@ def test_a_file_that_has_changed_by_its_time(url: str, tmp_path: Path) -> None:
         assert [f"{source.row(row)}" for row in range(2)] == [f"{json.loads(line)}" for line in lines.splitlines()]
 
 
-def test_what_is_not_there(url: str) -> None:
+def test_what_is_not_there(url):
     with pytest.raises(FileNotFoundError, match=r"none\.parquet"):
         rd.ParquetSource(f"{url}/none.parquet")
 
@@ -262,9 +261,7 @@ def test_what_is_not_there(url: str) -> None:
     ("given", "path"),
     [("/a.parquet", "a.parquet"), ("", "more"), ("/**/*.parquet", "more"), ("", "b.parquet"), ("/a.bin", "a.idx")],
 )
-def test_what_cannot_be_asked_for_is_never_absent(
-    url: str, given: str, path: str, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_asked_for_is_never_absent(url, given, path, status, monkeypatch):
     """Of any answer but 200 fsspec says that there is no such file, and of a folder that fails that it has none."""
     monkeypatch.setattr(Handler, "fails", staticmethod(lambda asked: status * asked.rstrip("/").endswith(path)))
     with pytest.raises(RemoteError, match=rf"{url}.*{status}"):

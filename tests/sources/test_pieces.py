@@ -1,9 +1,6 @@
 """One process that serves many shards of large fragments: each is decoded once an epoch, within the bounds."""
 
 import gc
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +11,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_id
-from rescale_data.sources.decoded.interest import (
-    bytes_needed,
-    num_sources_and_shards,
-    record_served_shards,
-    room_for_block,
-    served_shards,
-)
-from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.decoded.interest import num_sources_and_shards, record_served_shards, served_shards
 from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -30,16 +20,16 @@ NUM_ROWS, GROUP = 1200, 300
 
 
 @pytest.fixture(autouse=True)
-def no_other_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_other_budget(monkeypatch):
     monkeypatch.setattr(Cache, "budget", 40_000)
 
 
-def tokens_of(row: int) -> list[int]:
+def tokens_of(row):
     return list(range(row, row + row % 9 + 90))
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     rows = [{"tokens": tokens_of(i), "text": f"row {i}", "d": "ab"[i % 2]} for i in range(NUM_ROWS)]
     table = pa.Table.from_pylist(rows)
     write_table(tmp_path / "corpus" / "a.parquet", table.slice(0, 700), GROUP)
@@ -49,13 +39,13 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def small(corpus: Path, **kwargs: Any) -> ParquetSource:
+def small(corpus, **kwargs):
     gc.collect()
     cache().clear()
-    return ParquetSource(corpus, cache_bytes=40_000, **kwargs)
+    return rd.ParquetSource(corpus, cache_bytes=40_000, **kwargs)
 
 
-def in_turn(nodes: list[Any]) -> Any:
+def in_turn(nodes):
     live = list(nodes)
     while live:
         for node in list(live):
@@ -65,23 +55,17 @@ def in_turn(nodes: list[Any]) -> Any:
                 live.remove(node)
 
 
-def readers_of(source: rd.Source, shuffle: bool | int = True, shards: Any = range(50)) -> list[rd.Reader]:
+def readers_of(source, shuffle=True, shards=range(50)):
     return [rd.Reader(source, rd.Shard(i, 50), shuffle=shuffle) for i in shards]
 
 
-def texts_of(source: rd.Source, shuffle: bool | int = True) -> list[str]:
-    return [row["text"] for row in in_turn(readers_of(source, shuffle))]
-
-
-def packed(readers: list[rd.Reader]) -> list[list[int]]:
+def packed(readers):
     nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
     return [sample["tokens"].tolist() for sample in in_turn(nodes)]
 
 
 @pytest.mark.parametrize("shuffle", [False, 16])
-def test_rows_are_the_same_and_fragments_decoded_once(
-    shuffle: bool | int, corpus: Path, decoded: Counter[int], tmp_path: Path
-) -> None:
+def test_rows_are_the_same_and_fragments_decoded_once(shuffle, corpus, decoded, tmp_path):
     source = small(corpus, cache_dir=tmp_path / "cache")
     for epoch in range(2):
         readers = readers_of(source, shuffle)
@@ -91,35 +75,36 @@ def test_rows_are_the_same_and_fragments_decoded_once(
         assert sorted(found) == sorted((f"row {i}", tokens_of(i)) for i in range(NUM_ROWS))
         assert max(decoded.values()) <= 1 + epoch * bool(shuffle)  # unshuffled pieces are the same
         assert cache().nbytes <= 40_000
-    assert texts_of(source, shuffle) == texts_of(ParquetSource(corpus), shuffle)
+    pieces, whole = (in_turn(readers_of(each, shuffle)) for each in (source, rd.ParquetSource(corpus)))
+    assert [row["text"] for row in pieces] == [row["text"] for row in whole]
 
 
-def test_tokens_are_the_same_and_fragments_decoded_once(corpus: Path, decoded: Counter[int], tmp_path: Path) -> None:
+def test_tokens_are_the_same_and_fragments_decoded_once(corpus, decoded, tmp_path):
     found = packed(readers_of(small(corpus, cache_dir=tmp_path / "cache")))
     assert set(decoded.values()) == {1}
-    assert found == packed(readers_of(ParquetSource(corpus)))
+    assert found == packed(readers_of(rd.ParquetSource(corpus)))
 
 
 @pytest.mark.parametrize("shuffle", [False, 16, 1024])
 def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_copies(
-    shuffle: bool | int, corpus: Path, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shuffle, corpus, decoded, monkeypatch
+):
     monkeypatch.setattr(interest, "_MIN_BLOCK_BYTES", 2**10)
     monkeypatch.setattr(Cache, "budget", 400_000)
 
-    def found(source: Any) -> list[list[int]]:
+    def found(source):
         record_served_shards(source, [source], range(8))
         return packed([rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)])
 
     gc.collect()
     cache().clear()
-    expected = found(ParquetSource(corpus, cache_bytes=400_000))
+    expected = found(rd.ParquetSource(corpus, cache_bytes=400_000))
     assert cache().nbytes <= 400_000
     assert sum(decoded.values()) <= 8 * 2 * 2  # two blocks a shard, each of rows of two fragments at the most
-    assert expected == found(ParquetSource(corpus))
+    assert expected == found(rd.ParquetSource(corpus))
 
 
-def test_only_what_this_process_serves_is_cut(corpus: Path, tmp_path: Path) -> None:
+def test_only_what_this_process_serves_is_cut(corpus, tmp_path):
     source = small(corpus, cache_dir=tmp_path / "cache")
     record_served_shards(source, [source], range(10, 16))
     readers = readers_of(source, 16, range(10, 16))
@@ -137,31 +122,31 @@ class Loader:
 class EndsOthers(list[int]):
     """Shards of a reader that are counted while the collector ends other readers."""
 
-    def __init__(self, shards: list[int], others: list[Loader]) -> None:
+    def __init__(self, shards, others):
         super().__init__(shards)
         self.others = others
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         self.others.clear()
         return True
 
 
-def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
-    source, loader, others = ParquetSource(corpus), Loader(), [Loader()]
+def test_a_reader_may_end_while_the_others_are_counted(corpus):
+    source, loader, others = rd.ParquetSource(corpus), Loader(), [Loader()]
     record_served_shards(others[0], [source], range(4))
     record_served_shards(loader, [source], EndsOthers([1, 2], others))
     num_sources_and_shards(owner_id(source))
     assert num_sources_and_shards(owner_id(source)) == (1, 2)
 
 
-def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
-    sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
+def test_two_loaders_of_one_source_share_the_cache_out(corpus):
+    sources, loaders = [rd.ParquetSource(corpus), rd.ParquetSource(corpus)], [Loader(), Loader()]
     owner, needed = owner_id(sources[0]), sources[0].fragment_bytes
     assert (num_sources_and_shards(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
     record_served_shards(loaders[0], sources[:1], range(4))
     record_served_shards(loaders[1], sources, range(2))
     assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
-    assert bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
+    assert interest.bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
     record_served_shards(loaders[0], sources[:1], [7])
     assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 3), [0, 1, 7])
     del loaders[1]
@@ -170,17 +155,17 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     # Other ranks have the rest of an epoch, and this one's batch is padding.
     record_served_shards(loaders[0], sources[:1], [])
     assert (num_sources_and_shards(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
-    assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
+    assert interest.room_for_block(small(corpus)) == interest.room_for_block(sources[0]) == 0
 
 
-def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:
-    for source, shards in ((ParquetSource(corpus), 50), (small(corpus), 1)):
+def test_few_shards_and_large_caches_keep_whole_fragments(corpus):
+    for source, shards in ((rd.ParquetSource(corpus), 50), (small(corpus), 1)):
         reader = rd.Reader(source, rd.Shard(0, shards))
         reader.reset(None)
         assert reader.share(0) is None
 
 
-def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:
+def test_another_filter_has_other_pieces(corpus, tmp_path):
     for letter in "ab":
         source = small(corpus, cache_dir=tmp_path / "cache", filter=pc.field("d") == letter)
         rows = list(in_turn(readers_of(source)))
@@ -188,8 +173,8 @@ def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:
         assert len(rows) == NUM_ROWS // 2
 
 
-def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:
-    source, whole = small(corpus, cache_dir=tmp_path / "cache"), ParquetSource(corpus)
+def test_order_of_pieces_does_not_matter(corpus, tmp_path):
+    source, whole = small(corpus, cache_dir=tmp_path / "cache"), rd.ParquetSource(corpus)
     rng = np.random.default_rng(0)
     for shard, row in zip(rng.integers(0, 50, 99).tolist(), rng.integers(0, 24, 99).tolist(), strict=True):
         readers = [rd.Reader(each, rd.Shard(shard, 50)) for each in (source, whole)]
@@ -203,27 +188,25 @@ TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa
 
 @pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
 @pytest.mark.parametrize("num_shards", [1, 50])
-def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(
-    kind: pa.DataType, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(kind, num_shards, tmp_path, monkeypatch):
     """A null is an error in the turn of its row."""
     texts = [f"{row % 700:04d}" * 40 for row in range(NUM_ROWS)]
     texts[1100] = None
     column = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts, kind)
     write_table(tmp_path / "a.parquet", {"text": column, "number": range(NUM_ROWS)}, GROUP)
-    source, num_rows_alone, found = small(tmp_path, columns=["text"]), 0, list[int]()
-    read = {name: getattr(ParquetSource, name) for name in ("row", "row_of")}
+    source, num_rows_alone, found = small(tmp_path, columns=["text"]), 0, []
+    read = {name: getattr(rd.ParquetSource, name) for name in ("row", "row_of")}
 
-    def numbers(given: list[str]) -> list[list[int]]:
+    def numbers(given):
         return [[int(text[:4]) if text.isdigit() else 0] for text in given]
 
-    def count(name: str, *given: Any) -> Any:
+    def count(name, *given):
         nonlocal num_rows_alone
         num_rows_alone += 1
         return read[name](*given)
 
     for name in read:
-        monkeypatch.setattr(ParquetSource, name, lambda *given, name=name: count(name, *given))
+        monkeypatch.setattr(rd.ParquetSource, name, lambda *given, name=name: count(name, *given))
     readers = [rd.Reader(source, rd.Shard(i, num_shards), shuffle=False) for i in range(num_shards)]
     tokenized = [rd.Tokenize(reader, numbers, "text") for reader in readers]
     packers = [rd.TokenPacker(node, column="tokens", seq_len=1, eos_id=None) for node in tokenized]

@@ -5,11 +5,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -29,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("own_cache", "far")
 
 @pytest.mark.parametrize("given", ["data", "data/**", "data/*/*.bin", "data/[ab]/x.bin"])
 @pytest.mark.parametrize("end", ["data", "data/b", "x.bin"])
-def test_what_cannot_be_listed_is_asked_for_again_and_never_left_out(given: str, end: str, tmp_path: Path) -> None:
+def test_what_cannot_be_listed_is_asked_for_again_and_never_left_out(given, end, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / name / "x.bin").write_bytes(b"x")
@@ -38,7 +35,7 @@ def test_what_cannot_be_listed_is_asked_for_again_and_never_left_out(given: str,
     assert found.names == ("a/x.bin", "b/x.bin")
 
 
-def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
+def test_small_reads_near_each_other_are_one_request(tmp_path):
     (tmp_path / "x").write_bytes(bytes(range(256)) * 1000)
     file = RemoteFile(Far(), str(tmp_path / "x"), rd.Remote(), 256_000)
     assert [file.read(i * 100, 50).size for i in range(300)] == [50] * 300
@@ -47,7 +44,7 @@ def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def sixteen(tmp_path: Path) -> str:
+def sixteen(tmp_path):
     for number in range(4):
         rows = [[number * 1000 + i] * 50 for i in range(400)]
         columns = {"tokens": pa.array(rows, pa.list_(pa.int32()))}
@@ -55,16 +52,16 @@ def sixteen(tmp_path: Path) -> str:
     return f"far://{tmp_path}/data"
 
 
-def _rows(shard: rd.Shard, source: Any) -> Any:
+def _rows(shard, source):
     return rd.Reader(source, shard, shuffle=64)
 
 
-def _packed(shard: rd.Shard, source: Any) -> Any:
+def _packed(shard, source):
     return rd.TokenPacker(_rows(shard, source), column="tokens", seq_len=50, eos_id=None)
 
 
 class TestAhead:
-    def test_nothing_is_fetched_ahead_if_that_is_not_wanted(self, sixteen: str) -> None:
+    def test_nothing_is_fetched_ahead_if_that_is_not_wanted(self, sixteen):
         """Nor decoded ahead, which a packer asks for: it takes the bytes from the same place."""
         source = rd.ParquetSource(sixteen, remote=rd.Remote(read_ahead=False))
         num_requests = Far.requests()
@@ -76,7 +73,7 @@ class TestAhead:
         assert Far.requests() == num_requests
 
     @pytest.mark.parametrize("pipeline", [_rows, _packed])
-    def test_many_requests_are_under_way(self, pipeline: Any, sixteen: str) -> None:
+    def test_many_requests_are_under_way(self, pipeline, sixteen):
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         assert Far.requests() == 4
         Far.together, Far.most_at_once = 6, 0
@@ -87,9 +84,7 @@ class TestAhead:
         assert len(seen) >= 190
 
     @pytest.mark.parametrize("read_ahead", [True, False])
-    def test_footers_are_asked_for_once_however_few_files_stay_open(
-        self, read_ahead: bool, sixteen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_footers_are_asked_for_once_however_few_files_stay_open(self, read_ahead, sixteen, tmp_path, monkeypatch):
         """Logical shards take turns, and more files than stay open with them: a row group costs one request."""
         source = rd.ParquetSource(sixteen, index_dir=tmp_path / "index", remote=rd.Remote(read_ahead=read_ahead))
         for opened in (source, pickle.loads(pickle.dumps(source))):
@@ -102,9 +97,7 @@ class TestAhead:
             assert read_ahead or Far.most_at_once == 1
 
 
-def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(tmp_path, monkeypatch):
     """Of Megatron's files, read in turn with one open and a cache that holds all indices and the tokens of few documents."""
     for number in range(6):
         write_megatron(tmp_path / "data" / str(number), [list(range(2000))] * 4)
@@ -115,7 +108,7 @@ def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
     Far.forget()
     for _ in range(3):
         assert [source.row(4 * number)["tokens"][7] for number in range(6)] == [7] * 6
-    asked = Counter[str]()
+    asked = Counter()
     for name, count in Far.asked.items():
         asked[name.rpartition(".")[2]] += count
     assert (asked["idx"], asked["bin"]) == (6, 18)
@@ -125,17 +118,17 @@ class TestOnce:
     """Two threads find that the cache lacks the same thing, and only then does either go on."""
 
     @pytest.fixture
-    def both_lack(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[Any]]:
+    def both_lack(self, monkeypatch):
         get, both, asked = Cache.get, threading.Barrier(2, timeout=60), threading.local()
 
-        def get_nothing_first(kept: Cache, key: Any) -> Any:
+        def get_nothing_first(kept, key):
             if not hasattr(asked, "before"):
                 asked.before = True
                 both.wait()
                 return None
             return get(kept, key)
 
-        def run(work: Callable[[], Any]) -> list[Any]:
+        def run(work):
             monkeypatch.setattr(Cache, "get", get_nothing_first)
             with ThreadPoolExecutor(2) as pool:
                 return [made.result() for made in [pool.submit(work), pool.submit(work)]]
@@ -143,7 +136,7 @@ class TestOnce:
         return run
 
     @pytest.mark.parametrize("work", ["footer", "row", "tokens", "piece"])
-    def test_two_threads_ask_for_it_once(self, work: str, both_lack: Callable[..., list[Any]], sixteen: str) -> None:
+    def test_two_threads_ask_for_it_once(self, work, both_lack, sixteen):
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)  # the footer is there
         share = rd.Reader(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).rows.share(0)
@@ -162,12 +155,10 @@ class TestOnce:
 
     @pytest.mark.parametrize("column", [None, "tokens"])
     @pytest.mark.parametrize("is_piece", [False, True])
-    def test_what_was_fetched_ahead_is_not_asked_for_again(
-        self, column: str | None, is_piece: bool, sixteen: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_was_fetched_ahead_is_not_asked_for_again(self, column, is_piece, sixteen, monkeypatch):
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)
-        share: Any = rd.Reader(source, rd.Shard(0, 2), shuffle=64).rows.share(0) if is_piece else None
+        share = rd.Reader(source, rd.Shard(0, 2), shuffle=64).rows.share(0) if is_piece else None
         Far.forget()
         whole = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
         piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)
@@ -185,7 +176,7 @@ class TestOnce:
         assert Far.requests() == 1
 
 
-def test_what_was_not_begun_is_left_when_the_process_ends(tmp_path: Path) -> None:
+def test_what_was_not_begun_is_left_when_the_process_ends(tmp_path):
     """Sixteen requests are under way, which end when they are told to, and dozens wait behind them."""
     write_table(tmp_path / "x.parquet", {"x": range(100)}, 1)
     script = f"""

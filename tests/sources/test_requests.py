@@ -5,10 +5,8 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,7 +18,7 @@ from rescale_data.sources.files.remote import RemoteError, RequestLimit, Request
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """No pauses between attempts, and nothing known of how long answers take but that they are soon there."""
     monkeypatch.setattr(remote, "_MIN_ANSWERS_FOR_LIMIT", 100)
     times = RequestTimes()
@@ -34,10 +32,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stalls:
     """Every ``period``-th request waits until it is told to go on."""
 
-    def __init__(self, period: int) -> None:
+    def __init__(self, period):
         self.period, self.made, self.go_on, self.lock = period, 0, threading.Event(), threading.Lock()
 
-    def __call__(self) -> int:
+    def __call__(self):
         with self.lock:
             self.made += 1
             stalls = self.made % self.period == 0
@@ -46,11 +44,11 @@ class Stalls:
         return 7
 
 
-def tried(request: Callable[[], Any], num_bytes: int | None = 0, detail: str = "", **options: Any) -> Any:
+def tried(request, num_bytes=0, detail="", **options):
     return attempt(rd.Remote(**options), "s3://bucket/x", request, num_bytes, detail)
 
 
-def in_a_fork(work: Callable[..., Any], *args: Any) -> int | None:
+def in_a_fork(work, *args):
     """Return the exit code of a forked child, or None if it does not end."""
     child = multiprocessing.get_context("fork").Process(target=work, args=args, daemon=True)
     child.start()
@@ -59,7 +57,7 @@ def in_a_fork(work: Callable[..., Any], *args: Any) -> int | None:
 
 
 @pytest.mark.parametrize(("period", "count"), [(1000, 2000), (2, 20)])
-def test_those_that_stall_are_made_again_and_few_others(period: int, count: int) -> None:
+def test_those_that_stall_are_made_again_and_few_others(period, count):
     """However many they are, as where connections die."""
     request, before = Stalls(period), read_counters().values.copy()
     assert [tried(request) for _ in range(count)] == [7] * count
@@ -71,7 +69,7 @@ def test_those_that_stall_are_made_again_and_few_others(period: int, count: int)
     assert told[RETRIES] == request.made - count
 
 
-def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
+def test_it_is_late_when_nearly_all_others_were_far_faster():
     pace, mb = RequestTimes(), 2**20
     assert pace.limit_seconds(0) == 5.0
     assert pace.limit_seconds(60 * mb) == 65.0
@@ -86,7 +84,7 @@ def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
     assert pace.limit_seconds(0) == pytest.approx(12.0)  # a slow network is no stall
 
 
-def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch):
     request = Stalls(1)
     words = r"^s3://bucket/x, bytes 3 to 4 could not be read in 4 attempts .*no answer in 0\.1 s"
     with pytest.raises(RemoteError, match=words):
@@ -96,8 +94,8 @@ def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch: pytest.Monk
     request.go_on.set()
 
 
-def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
+def test_a_later_attempt_has_more_time(monkeypatch):
+    given = []
     monkeypatch.setattr(remote, "_first_answer", lambda answers, seconds: given.append(seconds) or answers[-1].result())
     for num_bytes in (0, None):
         with pytest.raises(RemoteError, match="reset"):
@@ -105,11 +103,11 @@ def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [0.05, 0.2, 0.8, 3.2, 5.0] + [50.0] * 5
 
 
-def test_a_slow_answer_that_comes_after_all_is_taken() -> None:
+def test_a_slow_answer_that_comes_after_all_is_taken():
     """A link that is slower than what was learnt: attempts that were given up go on, and the first whole answer counts."""
-    made, go_on, never = list[int](), threading.Event(), threading.Event()
+    made, go_on, never = [], threading.Event(), threading.Event()
 
-    def request() -> int:
+    def request():
         made.append(number := len(made))
         if number:
             go_on.set()
@@ -124,10 +122,10 @@ def test_a_slow_answer_that_comes_after_all_is_taken() -> None:
     assert max(remote._request_times("s3://bucket")._seconds_per_byte) >= 0.05 / 2**20
 
 
-def test_an_error_of_an_attempt_that_was_given_up_slows_down() -> None:
-    asked, refused = list[int](), threading.Event()
+def test_an_error_of_an_attempt_that_was_given_up_slows_down():
+    asked, refused = [], threading.Event()
 
-    def request() -> int:
+    def request():
         asked.append(number := len(asked))
         if number == 0:
             refused.wait(60)
@@ -141,17 +139,15 @@ def test_an_error_of_an_attempt_that_was_given_up_slows_down() -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError("the server's"), OSError(errno.ETIMEDOUT, "connection")])
-def test_a_time_out_of_the_filesystem_is_a_failure_with_a_pause(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
+def test_a_time_out_of_the_filesystem_is_a_failure_with_a_pause(error, monkeypatch):
+    pauses = []
     monkeypatch.setattr(random, "uniform", lambda low, high: pauses.append(high) or 0.0)
     with pytest.raises(RemoteError, match="in 3 attempts"):
         tried(Mock(side_effect=error), retries=2)
     assert pauses == [0.001, 0.002]
 
 
-def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bucket_has_times_of_its_own(monkeypatch):
     monkeypatch.undo()
     remote._request_times.cache_clear()
     attempt(rd.Remote(), "s3://near/x", lambda: 7, 0)
@@ -161,7 +157,7 @@ def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, KeyError])
-def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exception]) -> None:
+def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind):
     request = Mock(side_effect=kind("Forbidden"))
     with pytest.raises(kind) as found:
         tried(request, 0, ", bytes 3 to 4")
@@ -170,10 +166,10 @@ def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exce
     assert "s3://bucket/x, bytes 3 to 4" in " ".join(said)
 
 
-def test_a_process_makes_so_many_at_once() -> None:
-    request_limit, inside, counts = RequestLimit(3), set[int](), list[int]()
+def test_a_process_makes_so_many_at_once():
+    request_limit, inside, counts = RequestLimit(3), set(), []
 
-    def work(number: int) -> None:
+    def work(number):
         with request_limit.hold_request_slot():
             inside.add(number)
             counts.append(len(inside))
@@ -185,7 +181,7 @@ def test_a_process_makes_so_many_at_once() -> None:
     assert 1 <= max(counts) <= 3
 
 
-def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_after_slow_down_and_more_again_later(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
     request_limit = RequestLimit(64)
@@ -206,23 +202,23 @@ def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPa
     assert request_limit.num_allowed_requests == 1
 
 
-def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
+def test_an_answer_that_asks_to_slow_down_is_heard():
     answers = [OSError("An error occurred (SlowDown): Please reduce your request rate."), 3]
     assert tried(Mock(side_effect=answers), max_requests=8) == 3
     assert remote._request_limit(8, "s3://bucket").num_allowed_requests == 4
     assert remote._request_limit(8, "s3://other").num_allowed_requests == 8
 
 
-def test_nothing_is_held_over_a_fork() -> None:
+def test_nothing_is_held_over_a_fork():
     """A child that is forked while the only slot is taken, and the lock of a range, makes requests of its own."""
     inside, go_on = threading.Event(), threading.Event()
 
-    def request() -> int:
+    def request():
         inside.set()
         go_on.wait(60)
         return 1
 
-    options: Any = {"max_requests": 1, "timeout": 60.0}
+    options = {"max_requests": 1, "timeout": 60.0}
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(tried, request, 2**40, **options)
         inside.wait()
@@ -232,15 +228,15 @@ def test_nothing_is_held_over_a_fork() -> None:
     assert exit_code == 0
 
 
-def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None:
+def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own():
     """The lock of the event that ends pauses may be held at that moment."""
     with remote.exit_event._cond:
         assert in_a_fork(tried, Mock(side_effect=[OSError("503"), 7])) == 0
 
 
-def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_begin_together(monkeypatch):
     """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
-    waits: list[float] = []
+    waits = []
     monkeypatch.setattr(remote, "_start_times", {})
     monkeypatch.setattr(remote.exit_event, "wait", waits.append)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)

@@ -1,8 +1,5 @@
 """What docs/trainers.md says of accelerate."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ import rescale_data as rd
 accelerate = pytest.importorskip("accelerate")
 
 
-def started(folder: Path) -> tuple[Any, rd.DataLoader]:
+def started(folder):
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -22,7 +19,7 @@ def started(folder: Path) -> tuple[Any, rd.DataLoader]:
     return accelerator, loader
 
 
-def test_folders_that_accelerate_names(tmp_path: Path) -> None:
+def test_folders_that_accelerate_names(tmp_path):
     accelerator, loader = started(tmp_path)
     for _ in zip(range(2), loader, strict=False):
         accelerator.save_state()
@@ -36,16 +33,16 @@ def test_folders_that_accelerate_names(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "checkpoint_2").exists()
 
 
-def test_prepare_leaves_a_loader_as_it_is(tmp_path: Path) -> None:
+def test_prepare_leaves_a_loader_as_it_is(tmp_path):
     accelerator, loader = started(tmp_path)
     _, prepared = accelerator.prepare(torch.nn.Linear(1, 1), loader)
     assert prepared is loader
 
 
-def test_accumulate_after_another_number_of_micro_batches_a_step(tmp_path: Path) -> None:
+def test_accumulate_after_another_number_of_micro_batches_a_step(tmp_path):
     """accelerate keeps its count of micro batches, which another accumulation does not divide."""
 
-    def train(micro_batch_size: int, stop: int, state: Path | None) -> list[int]:
+    def train(micro_batch_size, stop, state):
         accelerator, _ = started(tmp_path)
         accelerator.project_configuration.automatic_checkpoint_naming = False
         accelerator._custom_objects.clear()

@@ -10,7 +10,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "trainers" / "elastic_torchru
 
 
 @pytest.mark.timeout(900)
-def test_four_ranks_then_three_then_five() -> None:
+def test_four_ranks_then_three_then_five():
     run = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=880)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "2400 of 2400 rows trained, 0 twice" in run.stdout

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
         ("deepspeed", "deepspeed_trainer.py"),
     ],
 )
-def test_every_row_after_a_rescale(package: str, example: str) -> None:
+def test_every_row_after_a_rescale(package, example):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: see docs/trainers.md")
     script, *arguments = example.split()
@@ -49,7 +49,7 @@ def test_every_row_after_a_rescale(package: str, example: str) -> None:
 LAST = "ok    20 of 20 global batches are those of one rank that never stopped"
 
 
-def printed(script: str) -> list[str]:
+def printed(script):
     """Return the lines that docs/trainers.md says a script prints: the first indented block behind its command."""
     behind = PAGE[PAGE.index(f"python examples/trainers/{script}`") :]
     return re.findall(r"^    (.*)", re.search(r"(?:^    .*\n)+", behind, re.MULTILINE)[0], re.MULTILINE)
@@ -75,7 +75,7 @@ ELSEWHERE["trl.SFTConfig"] += " " + ELSEWHERE["transformers.TrainingArguments"]
 
 
 @pytest.mark.parametrize("trainer", list(ELSEWHERE))
-def test_each_argument_is_listed(trainer: str) -> None:
+def test_each_argument_is_listed(trainer):
     module, _, name = trainer.rpartition(".")
     pytest.importorskip(module.partition(".")[0])
     found = getattr(import_module(module), name)
@@ -86,7 +86,7 @@ def test_each_argument_is_listed(trainer: str) -> None:
     assert [each for each in names if each not in listed and not unrelated.fullmatch(each)] == []
 
 
-def test_torchtitan_saves_whole_steps() -> None:
+def test_torchtitan_saves_whole_steps():
     module = pytest.importorskip("rescale_data.integrations.torchtitan")
     pipeline = lambda *given: rd.Reader(range(96), given[-1])  # noqa: E731
     config = module.RescaleDataLoader.Config(pipeline=pipeline, global_batch_size=8)
