@@ -156,13 +156,13 @@ class LeaseObserver:
     """Observer of leases, which compares their content with what it saw before."""
 
     def __init__(self, file_system: AbstractFileSystem) -> None:
-        self._files: Any = file_system
+        self._file_system: Any = file_system
         self._last_seen_contents: dict[str, tuple[bytes, float]] = {}
 
     def observe_holder(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
         """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
-            content: bytes = self._files.cat_file(path)
+            content: bytes = self._file_system.cat_file(path)
         except FileNotFoundError:
             self._last_seen_contents.pop(path, None)
             return "gone", {}

@@ -145,7 +145,7 @@ class GlobalBatchOrder:
     global_batch_size: int
 
     @property
-    def rows_per_visit(self) -> int:
+    def rows_per_read(self) -> int:
         """The number of consecutive rows that a shard reads at a time."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
@@ -157,16 +157,16 @@ class GlobalBatchOrder:
     def first_rows(self, shards: Ints) -> Ints:
         """Return the first row of each shard."""
         batches_per_cycle = max(1, self.num_logical_shards // self.global_batch_size)
-        return shards % batches_per_cycle * self.global_batch_size + shards // batches_per_cycle * self.rows_per_visit
+        return shards % batches_per_cycle * self.global_batch_size + shards // batches_per_cycle * self.rows_per_read
 
     def shard_row_counts(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
         cycles, num_extra_rows = divmod(num_rows, self.rows_per_shard_cycle)
-        return cycles * self.rows_per_visit + np.clip(num_extra_rows - self.first_rows(shards), 0, self.rows_per_visit)
+        return cycles * self.rows_per_read + np.clip(num_extra_rows - self.first_rows(shards), 0, self.rows_per_read)
 
     def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
         """Return the source's rows that a shard reads in its draws ``first_draw .. stop_draw - 1``."""
-        shard_cycles, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
+        shard_cycles, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_read)
         return self.first_rows(np.array([shard])) + shard_cycles * self.rows_per_shard_cycle + offsets
 
 
@@ -204,11 +204,8 @@ class ShardOrder:
     @property
     def rows_per_window(self) -> int:
         """The number of rows whose order is computed together."""
-        if self.global_batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return (
-                max(1, ROWS_PER_BLOCK // self.global_batch_order.rows_per_shard_cycle)
-                * self.global_batch_order.rows_per_visit
-            )
+        if (order := self.global_batch_order) is not None:  # they lie in one cycle, or in BLOCK rows of the source
+            return max(1, ROWS_PER_BLOCK // order.rows_per_shard_cycle) * order.rows_per_read
         return self.window or ROWS_PER_BLOCK
 
     def rows_in_order(self, first_row: int, stop_row: int) -> Ints:

@@ -142,7 +142,7 @@ class Audit:
         schema, readers, name = self._readers(document)
         reader = readers[0][1]
         rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
-        lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
+        origin_lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         replay_shards, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._replay_intervals(), len(self._states[-1].table)
         windows_above_readers = [self._windows_above_reader(schema, path) for path, _ in readers]
@@ -162,7 +162,9 @@ class Audit:
                     for index in positions.save_intervals_read_ahead(shard):
                         replay_shards[index].add(shard)
         served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
-        matched = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
+        matched = [
+            replace(sample, documents=[line for line in sample.documents if line in origin_lines]) for sample in served
+        ]
         matching_samples = [sample for sample in matched if sample.documents]
         if any(num_window_nodes is None for num_window_nodes, _ in windows_above_readers):
             num_drawn = len(matching_samples)

@@ -67,9 +67,8 @@ class ReplayInterval:
     @property
     def stop_step(self) -> int:
         """The step after the last one that delivered a sample before the second checkpoint, even if not a whole step."""
-        return self.state_at_end.header["step"] + (
-            self.state_at_end.clock.samples_in_begun_step(self.state_at_end.sizes[0]) > 0
-        )
+        end = self.state_at_end
+        return end.header["step"] + (end.clock.samples_in_begun_step(end.sizes[0]) > 0)
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
@@ -96,7 +95,7 @@ class ReplayInterval:
                 elif served_sample.step >= from_step:
                     yield served_sample
             state = merged_state_dict(streams)
-        if state is None or not _has_reached(decode(state), self.state_at_end, sorted(replayed_shards)):
+        if state is None or not _ends_like_run(decode(state), self.state_at_end, sorted(replayed_shards)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
                 f"{self.state_at_end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its "
@@ -213,7 +212,7 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
                 yield Served(step, first_row + index, shard, documents)
 
 
-def _has_reached(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
+def _ends_like_run(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
     """True if a replay ends like the run: all shards' sample counts and the positions of the replayed shards are equal."""
     samples, remainder_key = (field.key for field in LOADER_FIELDS)
     columns, target = state.values, end_state.values

@@ -165,9 +165,9 @@ def _placeholders(
 
 def _mismatch_message(path: str, mismatches: Mismatches, saved: Contents) -> str:
     lines = "\n  ".join(
-        f"{_MISMATCH_KINDS[kind]}: {key}, {msg}"
+        f"{_MISMATCH_KINDS[kind]}: {key}, {text}"
         for kind in _MISMATCH_KINDS
-        for key, msg in sorted(mismatches[kind].items())
+        for key, text in sorted(mismatches[kind].items())
     )
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {lines}\n"
@@ -213,7 +213,7 @@ def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved:
         wanted_values: What the entries ask for, by flattened name.
     """
     requested_names = {entry.path[0] for entry in entries}
-    refusals = {name: text for entry in entries for name, text in entry.refusal_texts.items()}
+    refusal_texts = {name: text for entry in entries for name, text in entry.refusal_texts.items()}
     left_out_names = {name for entry in entries for name in entry.names_left_out}
     other_names = [name for name in saved.values if name not in wanted_values]
     unexpected = {name for name in other_names if _is_requested(saved, name, requested_names)}
@@ -226,7 +226,7 @@ def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved:
         "unexpected": {
             name: _describe(saved.values[name]) for name in unexpected if not left_out_names & _key_prefixes(name)
         },
-        "mismatched": refusals
+        "mismatched": refusal_texts
         | {
             name: text
             for name, value in wanted_values.items()
@@ -268,12 +268,12 @@ def _fitting_values(
 
 def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Merge texts of all ranks by name; add the rank numbers to a text that only some ranks have."""
-    merged: dict[str, str] = {}
+    merged_texts: dict[str, str] = {}
     for key in sorted({key for rank_texts in texts_per_rank for key in rank_texts}):
         ranks = [rank for rank, rank_texts in enumerate(texts_per_rank) if key in rank_texts]
-        rank_note = "" if len(ranks) == len(texts_per_rank) else f" (on rank {', '.join(map(str, ranks))})"
-        merged[key] = texts_per_rank[ranks[0]][key] + rank_note
-    return merged
+        ranks_text = "" if len(ranks) == len(texts_per_rank) else f" (on rank {', '.join(map(str, ranks))})"
+        merged_texts[key] = texts_per_rank[ranks[0]][key] + ranks_text
+    return merged_texts
 
 
 def _is_requested(saved: Contents, name: str, requested: set[str]) -> bool:

@@ -64,8 +64,8 @@ class Retention:
 def best_first(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
     """Return the steps that have the metric, the best first; nan is worse than any number."""
     sign = 1.0 if mode == "min" else -1.0
-    scores = {step: sign * step_metrics[name] for step, step_metrics in metrics.items() if name in step_metrics}
-    return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
+    metric_scores = {step: sign * step_metrics[name] for step, step_metrics in metrics.items() if name in step_metrics}
+    return sorted(metric_scores, key=lambda step: (math.isnan(metric_scores[step]), metric_scores[step], step))
 
 
 def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int, warned_topics: set[str]) -> None:

@@ -38,7 +38,8 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     sorted_names = sorted(
         names, key=lambda name: (int(step[1]) if (step := STEP_PATTERN.fullmatch(name)) else float("inf"), name)
     )
-    checkpoints = [entry for name in sorted_names if (entry := _describe(store, join(path, name))) is not None]
+    descriptions = [_describe_checkpoint(store, join(path, name)) for name in sorted_names]
+    checkpoints = [description for description in descriptions if description is not None]
     if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."
@@ -57,7 +58,8 @@ def summarize(path: StrPath) -> dict[str, Any]:
     def summary(reader: CheckpointReader) -> dict[str, Any]:
         loaders = [".".join(root) for root in data_state_paths(reader.contents.paths.values())]
         data = {name: summarize_data(decode(read_data_state(path, name=name))) for name in loaders}
-        return {"checkpoint": _describe(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
+        checkpoint, entries = _describe_checkpoint(reader.store, reader.path), _summarize_entries(reader.contents)
+        return {"checkpoint": checkpoint, "entries": entries, "data": data}
 
     return read_checkpoint(path, summary)
 
@@ -70,7 +72,7 @@ def summarize_run(path: StrPath) -> tuple[list[dict[str, Any]], dict[str, Any] |
         ValueError: damaged files.
     """
     store, folder = open_store(path)
-    if _describe(store, folder) is None and store.names(folder):
+    if _describe_checkpoint(store, folder) is None and store.names(folder):
         return list_checkpoints(path), _summarize_newest(store, folder)
     summary = summarize(path)
     return [summary["checkpoint"]], summary
@@ -92,7 +94,7 @@ def verify_checkpoint(path: StrPath) -> dict[str, Any]:
     return {"path": str(path), "checked": "checksums" if has_checksums else "sizes", "problems": problems}
 
 
-def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
+def _summarize_entries(contents: Contents) -> dict[str, dict[str, Any]]:
     """Return the counts, bytes and dtypes of tensors under each top-level name of a checkpoint."""
     values_by_name = defaultdict[str, list[torch.Tensor | None]](list)
     for key, path in contents.paths.items():
@@ -178,7 +180,7 @@ def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, A
     return shares
 
 
-def _describe(store: Store, path: str) -> dict[str, Any] | None:
+def _describe_checkpoint(store: Store, path: str) -> dict[str, Any] | None:
     """Return the name, step, size, time and metrics of a checkpoint; None if there is none."""
     name = path.rpartition("/")[2]
     try:

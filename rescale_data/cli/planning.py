@@ -50,15 +50,18 @@ def _find_largest_fit(aligned_rank_counts: list[int], gpus: int, model_parallel:
     return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fitting[-1], "used": fitting[-1] * model_parallel}
 
 
-def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:
-    options = [option for option in plan if option.dp_world_size == ranks]
+def _describe_ranks(plan: Plan, aligned_rank_counts: list[int], num_ranks: int) -> dict[str, Any]:
+    options = [option for option in plan if option.dp_world_size == num_ranks]
     sizes = sorted({option.micro_batch_size for option in options})
-    workers = {size: {option.num_workers for option in options if option.micro_batch_size == size} for size in sizes}
+    workers_by_size = {size: {o.num_workers for o in options if o.micro_batch_size == size} for size in sizes}
+    fewer_ranks = [n for n in aligned_rank_counts if n < num_ranks]
+    more_ranks = [n for n in aligned_rank_counts if n > num_ranks]
     return {
-        "ranks": ranks,
-        "allowed": plan.global_batch_sizes[0] % ranks == 0 and plan.num_logical_shards >= ranks,  # as `Layout` does
+        "ranks": num_ranks,
+        # As `Layout` does
+        "allowed": plan.global_batch_sizes[0] % num_ranks == 0 and plan.num_logical_shards >= num_ranks,
         "keeps_order": bool(options),
         "micro_batches": sizes,
-        "workers": sorted(set.intersection(*workers.values())) if workers else [],
-        "nearest": [] if options else [*[n for n in aligned if n < ranks][-1:], *[n for n in aligned if n > ranks][:1]],
+        "workers": sorted(set.intersection(*workers_by_size.values())) if options else [],
+        "nearest": [] if options else [*fewer_ranks[-1:], *more_ranks[:1]],
     }

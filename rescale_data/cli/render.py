@@ -39,8 +39,8 @@ def _checkpoint_row(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 def _entry_row(name: str, entry: Mapping[str, Any]) -> list[str]:
-    counts = str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"])
-    return [name, *counts, " ".join(entry["dtypes"]), str(entry["plain_values"])]
+    tensor_counts = str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"])
+    return [name, *tensor_counts, " ".join(entry["dtypes"]), str(entry["plain_values"])]
 
 
 def show_checkpoints(

@@ -194,13 +194,15 @@ class BalancedFeed(WrappedFeed):
     def _move_samples(self, step: _Step, exchanges: Exchanges, owner_ranks: Ints, target_ranks: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
         my_index, indices = self._sample_group.rank, np.arange(len(target_ranks))
-        is_own = owner_ranks == my_index
-        samples = dict(zip(indices[is_own].tolist(), (s for mb in step.micro_batches for s in mb.batch), strict=True))
-        to_send = _group_by_rank(target_ranks[is_own], indices[is_own], my_index)
-        incoming = _group_by_rank(owner_ranks[target_ranks == my_index], indices[target_ranks == my_index], my_index)
-        lists = exchanges.exchange_lists({i: [samples[n] for n in sent] for i, sent in to_send.items()}, list(incoming))
-        received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
-        return samples | received_samples
+        is_read_here, is_needed = owner_ranks == my_index, target_ranks == my_index
+        own_samples = [sample for batch in step.micro_batches for sample in batch.batch]
+        samples = dict(zip(indices[is_read_here].tolist(), own_samples, strict=True))
+        sent_indices = _group_by_rank(target_ranks[is_read_here], indices[is_read_here], my_index)
+        needed_indices = _group_by_rank(owner_ranks[is_needed], indices[is_needed], my_index)
+        sent_samples = {rank: [samples[n] for n in rank_indices] for rank, rank_indices in sent_indices.items()}
+        for rank, received in exchanges.exchange_lists(sent_samples, list(needed_indices)).items():
+            samples.update(zip(needed_indices[rank], received, strict=True))
+        return samples
 
     def _collate_batch(
         self, samples: list[Any], measures: Ints, total_weight: int, segment: EpochSegment
@@ -215,9 +217,9 @@ class BalancedFeed(WrappedFeed):
         return MicroBatch(batch, TableUpdate(no_rows[:, 0], no_rows), measures[:, SHARD].tolist(), num_real)
 
 
-def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Group ``numbers`` by the rank at the same index of ``ranks``, without the rank ``me``: ``{rank: numbers}``."""
-    return {rank: numbers[ranks == rank].tolist() for rank in np.unique(ranks).tolist() if rank != me}
+def _group_by_rank(ranks: Ints, indices: Ints, own_rank: int) -> dict[int, list[int]]:
+    """Group sample indices by the rank at the same place of ``ranks``, without this rank: ``{rank: indices}``."""
+    return {rank: indices[ranks == rank].tolist() for rank in np.unique(ranks).tolist() if rank != own_rank}
 
 
 def _sample_group_members(balance: Balance, ranks: Ranks) -> list[int]:

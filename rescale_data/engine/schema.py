@@ -27,10 +27,11 @@ def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
     has_origin = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
     if len(set(has_origin.values())) > 1:
-        providing, lacking = ([path for path, gives in has_origin.items() if gives is flag] for flag in (True, False))
+        paths_with = [path for path, gives in has_origin.items() if gives]
+        paths_without = [path for path, gives in has_origin.items() if not gives]
         raise ValueError(
-            f"The rows of {providing} come with their provenance, those of {lacking} do not. Give provenance=True to every "
-            f"rd.Reader of the pipeline, or to none."
+            f"The rows of {paths_with} come with their provenance, those of {paths_without} do not. Give provenance=True to "
+            f"every rd.Reader of the pipeline, or to none."
         )
 
 
@@ -129,8 +130,8 @@ class Schema:
 
     def _shared_source_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
-        by_name: dict[str, BaseSource] = {}
-        return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
+        source_by_name: dict[str, BaseSource] = {}
+        return {src.name for src in self.sources().values() if source_by_name.setdefault(src.name, src) is not src}
 
     def use_histories(self, histories: VersionLogs) -> None:
         """Set the manifests of the sources and the earlier sample formats that hold from now on."""

@@ -64,14 +64,9 @@ class EpochSegment:
         if self.remainder is None:
             return self.layout.served_shards(self.rank, u % workers)
         upcoming_batches = range(u, min(u + _LOOKAHEAD_BATCHES * workers, self.remainder.num_micro_batches), workers)
-        return np.unique(
-            np.concatenate(
-                [
-                    np.arange(len(self.remainder.samples_left))[self.remainder.batch_shards(self.rank, n).rows]
-                    for n in upcoming_batches
-                ]
-            )
-        )
+        shards = np.arange(len(self.remainder.samples_left))
+        shards_by_batch = [shards[self.remainder.batch_shards(self.rank, n).rows] for n in upcoming_batches]
+        return np.unique(np.concatenate(shards_by_batch))
 
     def step_start(self, u: int) -> int:
         """Return the first micro batch, within this segment, of the step that contains micro batch ``u``."""

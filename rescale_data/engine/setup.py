@@ -200,18 +200,18 @@ def _check_sources(setup: LoaderSetup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_of_small_sources(readers)
-    num_owned = len(layout.owned_shards(setup.ranks.rank))
+    num_owned_shards = len(layout.owned_shards(setup.ranks.rank))
     sources_in_global_batch_order = [reader.source for reader in readers if reader.rows.global_batch_order]
     # shards that read a source in step all read the same fragment at the same time
     other_sources = {id(source): source for source in sources.values() if source not in sources_in_global_batch_order}
     plan_bytes = sum(reader.rows.plan_bytes for reader in readers)
-    warn_if_thrashing(other_sources.values(), num_owned, plan_bytes, num_workers=layout.num_workers)
+    warn_if_thrashing(other_sources.values(), num_owned_shards, plan_bytes, num_workers=layout.num_workers)
     for source in sources.values():
         if isinstance(source, Source) and source.fragment_bytes:
             cache().register(source)  # as its first read would
     for _, node in setup.schema.root.walk():
         if isinstance(node, ChecksCache):
-            node.check_cache(-(-num_owned // layout.workers_per_rank), layout.num_workers)
+            node.check_cache(-(-num_owned_shards // layout.workers_per_rank), layout.num_workers)
 
 
 def _check_shards(setup: LoaderSetup) -> None:

@@ -21,7 +21,7 @@ from rescale_data.engine.stream import Stream
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
-FILE_NAME = "rescale_data.pt"
+STATE_FILE = "rescale_data.pt"
 
 
 class DataStateMixin(Trainer):
@@ -94,8 +94,8 @@ class _SaveDataState(TrainerCallback):
         data_state = self._loader.state_dict()  # collective: this hook runs on all ranks
         if args.should_save:
             checkpoint_folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(data_state, checkpoint_folder / f"{FILE_NAME}.tmp")
-            os.replace(checkpoint_folder / f"{FILE_NAME}.tmp", checkpoint_folder / FILE_NAME)
+            torch.save(data_state, checkpoint_folder / f"{STATE_FILE}.tmp")
+            os.replace(checkpoint_folder / f"{STATE_FILE}.tmp", checkpoint_folder / STATE_FILE)
 
 
 def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
@@ -142,12 +142,12 @@ def _refuse_shifted_labels(loader: DataLoader) -> None:
 
 
 def _load_data_state(checkpoint: Path) -> dict[str, Any]:
-    state_file = checkpoint / FILE_NAME
+    state_file = checkpoint / STATE_FILE
     if not state_file.exists():
-        pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE_NAME}"
+        pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{STATE_FILE}"
         checkpoints = [str(path.parent) for folder in (checkpoint.parent, checkpoint) for path in folder.glob(pattern)]
         raise FileNotFoundError(
-            f"{checkpoint} holds no {FILE_NAME}: there is no such folder, it was saved without DataStateMixin, or the job was "
+            f"{checkpoint} holds no {STATE_FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
             f"killed at it. Resume from another checkpoint; there are {sorted(checkpoints)}."
         )
     return torch.load(state_file, weights_only=True)

@@ -119,13 +119,13 @@ class Layout:
         """A text that says that the order depends on the topology, with the nearest aligned sizes; `None` if aligned."""
         if self.aligned:
             return None
-        sizes, cures = self._sizes_by_name(), list[str]()
+        sizes, remedies = self._sizes_by_name(), list[str]()
         for name in ("global_batch_size", "dp_world_size", "micro_batch_size", "num_workers"):
             nearest = _nearest_sizes(sizes[name], lambda size, name=name: is_aligned(*{**sizes, name: size}.values()))
-            cures += [f"{name}={' or '.join(map(str, nearest))}"] if nearest else []
+            remedies += [f"{name}={' or '.join(map(str, nearest))}"] if nearest else []
         return (
             f"{', '.join(f'{name}={size}' for name, size in sizes.items())} do not divide so that each logical shard has one "
-            f"worker for good. One of these alone keeps the order: {', '.join(cures) or 'none'}; rd.plan lists all that fit"
+            f"worker for good. One of these alone keeps the order: {', '.join(remedies) or 'none'}; rd.plan lists all that fit"
         )
 
     def _sizes_by_name(self) -> dict[str, int]:
@@ -179,10 +179,8 @@ class Layout:
             total_samples = samples_left + self._aligned_samples_before(first_batch)
             steps = self._first_steps() + (total_samples // self.shard_samples_per_step) * self.shard_period_steps
             return int(steps.min()) * a
-        max_batches = (
-            self._batches_by_worker(first_batch)
-            + max_samples_served(samples, samples_left, self._block_starts) // self.micro_batch_size
-        )
+        more_batches = max_samples_served(samples, samples_left, self._block_starts) // self.micro_batch_size
+        max_batches = self._batches_by_worker(first_batch) + more_batches
         return int((max_batches * k + np.arange(len(max_batches)) % k).min()) // a * a
 
     @cached_property
@@ -204,9 +202,8 @@ class Layout:
         """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
         g, c, first_step = self.shard_period_steps, self.shard_samples_per_step, self._first_steps()
-        row_in_rank = (
-            np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
-        )
+        shards = np.arange(self.num_logical_shards, dtype=np.int64)
+        row_in_rank = shards // g * c % (self.global_batch_size // self.dp_world_size)
         served_of_begun_step = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_step == t % g)
         return (t - first_step + g - 1) // g * c + served_of_begun_step
 

@@ -131,7 +131,7 @@ def plan(
     _require_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
     tried_shard_counts = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
     options_by_shard_count = {
-        n: _options(global_sizes, n, micro_batch_size, worker_counts)
+        n: _topologies(global_sizes, n, micro_batch_size, worker_counts)
         for n in _require_ints(1, num_logical_shards=tried_shard_counts)
     }
     n, options = max(options_by_shard_count.items(), key=lambda item: (len(item[1]), -item[0]))
@@ -144,7 +144,7 @@ def _default_shard_counts(global_sizes: Sequence[int]) -> list[int]:
     return [*defaults] if len(set(global_sizes)) == 1 else [*defaults, math.lcm(*global_sizes), math.gcd(*global_sizes)]
 
 
-def _options(global_sizes: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[LayoutOption]:
+def _topologies(global_sizes: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[LayoutOption]:
     """Return the topologies that are aligned with every global batch size in ``global_sizes``."""
     sizes_gcd = math.gcd(*global_sizes)
     micro_batch_sizes = [b] if b is not None else _divisors(sizes_gcd)

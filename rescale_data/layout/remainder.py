@@ -66,9 +66,8 @@ class Remainder:
         served_by_shard = self._num_served(t * self.layout.global_batch_size)
         if m:
             shards, _, is_real = self._step_samples(t)
-            served_by_shard = served_by_shard + np.bincount(
-                shards[is_real & (self._micro_batch_of_row < m)], minlength=len(self.samples_left)
-            )
+            is_served = is_real & (self._micro_batch_of_row < m)
+            served_by_shard = served_by_shard + np.bincount(shards[is_served], minlength=len(self.samples_left))
         return served_by_shard
 
     def owner_ranks_after(self, owner_ranks: Ints, u: int) -> Ints:

@@ -107,8 +107,8 @@ class StepPlan:
 
         def cut_bins(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
-            other_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
-            first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), most_tokens)
+            other_ends = _bin_ends(costs, tokens, cost_limit, token_limit)
+            first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), token_limit)
             bin_starts, bin_end, max_bin_end = [0], 0, len(costs) - self.num_bins
             for bin_number in range(self.num_bins):
                 bin_end, max_bin_end = (first_ends if bin_number < num_first else other_ends)[bin_end], max_bin_end + 1
@@ -116,9 +116,9 @@ class StepPlan:
                 bin_starts.append(bin_end)
             return bin_starts if bin_end == len(costs) else None
 
-        most_tokens, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
+        token_limit, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
         while (bin_starts := cut_bins(high)) is None:
-            most_tokens += most_tokens // 16 + 1
+            token_limit += token_limit // 16 + 1
         while (new_starts := cut_bins(2 * low)) is None:
             low *= 2
         bin_starts, high = new_starts, 2 * low

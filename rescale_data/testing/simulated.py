@@ -88,7 +88,7 @@ def assert_rescalable(
                 check_epochs(recipe)
         location = f"segment {segment} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
         for u in range(steps * loaders[0].gradient_accumulation_steps + 1):
-            reference.check(loaders, f"{location}, micro batch {u}")
+            reference.check_next_batch(loaders, f"{location}, micro batch {u}")
         state = full_state_dict(loaders)
         for loader in loaders:
             loader.close()
@@ -104,7 +104,7 @@ class _ReferenceRun:
         self._nodes = [recipe.build(shard) for shard in range(recipe.num_logical_shards)]
         self._epoch = 0
 
-    def check(self, loaders: Sequence[DataLoader], location: str) -> None:
+    def check_next_batch(self, loaders: Sequence[DataLoader], location: str) -> None:
         """Take one micro batch on every rank, and compare its samples with the uninterrupted run."""
         self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):

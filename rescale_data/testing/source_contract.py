@@ -48,12 +48,12 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         )
     _check_attributes(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
-    first_rows = {index: copy.deepcopy(source.row(index)) for index in rows}
-    _check_repeated_reads(source, first_rows)
-    _check_pickles(source, first_rows)
+    read_rows = {index: copy.deepcopy(source.row(index)) for index in rows}
+    _check_repeated_reads(source, read_rows)
+    _check_pickles(source, read_rows)
     _check_locations(source, rows)
     for column in columns:
-        _check_tokens(source, column, first_rows)
+        _check_tokens(source, column, read_rows)
     if source.num_rows <= _MAX_ROWS:
         _check_readers(source)
 
@@ -79,26 +79,26 @@ def _check_attributes(source: Source) -> None:
     _require(json_text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
 
 
-def _check_repeated_reads(source: Source, first_rows: Mapping[int, Any]) -> None:
+def _check_repeated_reads(source: Source, read_rows: Mapping[int, Any]) -> None:
     """Check that rows depend neither on the order of reads nor on changes that a caller makes to them."""
-    indices = np.array(list(first_rows))
+    indices = np.array(list(read_rows))
     for seed in range(2):
         for index in indices[permutation(len(indices), "contract", seed)].tolist():
             row = source.row(index)
-            _require(rows_equal(row, first_rows[index]), f"row({index}) is {row!r} now and was {first_rows[index]!r}")
+            _require(rows_equal(row, read_rows[index]), f"row({index}) is {row!r} now and was {read_rows[index]!r}")
             if not isinstance(source, DatasetSource):
                 _overwrite(row)
         cache().clear()
 
 
-def _check_pickles(source: Source, first_rows: Mapping[int, Any]) -> None:
+def _check_pickles(source: Source, read_rows: Mapping[int, Any]) -> None:
     try:
         unpickled: Source = pickle.loads(pickle.dumps(source))
     except Exception as error:
         raise AssertionError(f"a source pickles, so that worker processes can have it: {error}") from error
     _require(dict(unpickled.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
-    index = next(reversed(first_rows))
-    _require(rows_equal(unpickled.row(index), first_rows[index]), f"row({index}) is another after pickling")
+    index = next(reversed(read_rows))
+    _require(rows_equal(unpickled.row(index), read_rows[index]), f"row({index}) is another after pickling")
 
 
 def _check_locations(source: Source, rows: list[int]) -> None:
@@ -106,16 +106,16 @@ def _check_locations(source: Source, rows: list[int]) -> None:
     _require(len(set(locations)) == len(locations), "locate() says the same of two rows")
 
 
-def _check_tokens(source: Source, column: str, first_rows: Mapping[int, Any]) -> None:
+def _check_tokens(source: Source, column: str, read_rows: Mapping[int, Any]) -> None:
     if not isinstance(source, TokenSource) or source.fragments is None:
         raise AssertionError(f"it has no tokens(column, fragment) to read {column!r} with")
     dtype = source.token_dtype(column)
-    for index, row in first_rows.items():
+    for index, row in read_rows.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, row_in_fragment = source.tokens(column, fragment), index - int(source.fragments[fragment])
         row_tokens = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]
-        is_same = row_tokens.tolist() == row[column].tolist()
-        _require(is_same, f"tokens({column!r}, {fragment}) are not those of row({index})")
+        is_equal = row_tokens.tolist() == row[column].tolist()
+        _require(is_equal, f"tokens({column!r}, {fragment}) are not those of row({index})")
         _require(
             row[column].dtype == dtype, f"token_dtype({column!r}) is {dtype}, row({index}) has {row[column].dtype}"
         )

@@ -130,8 +130,8 @@ def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterName
     group_numbers_by_parameters: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
     for number, names in enumerate(saved):
         group_numbers_by_parameters[frozenset(names)].append(number)
-    number_queues = [group_numbers_by_parameters[frozenset(names)] for names in groups]
-    matches = [queue.popleft() if queue else None for queue in number_queues]
+    queues = [group_numbers_by_parameters[frozenset(names)] for names in groups]
+    matches = [queue.popleft() if queue else None for queue in queues]
     unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if matches[i] is None]
     unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*matches}]
     difference = (
@@ -145,11 +145,11 @@ def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], gro
     """Return the reason why saved groups belong to another optimizer, or have no parameter names; else an empty text."""
     if any(group_names) and all(isinstance(name, int) for name in chain(*group_names)):
         return _NUMBERED_PARAMETERS_MESSAGE
-    if not (lacking := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
+    if not (missing := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
         return ""
     saved_keys = ", ".join(sorted({key for group in groups for key in group} - {"params"}))
     kind = type(optimizer).__name__
-    return f"of another optimizer in the checkpoint: its groups lack {', '.join(lacking)} of {kind}; they have {saved_keys}"
+    return f"of another optimizer in the checkpoint: its groups lack {', '.join(missing)} of {kind}; they have {saved_keys}"
 
 
 def _allocate_group(saved_group: dict[str, Any], live_group: Mapping[str, Any]) -> dict[str, Any]:

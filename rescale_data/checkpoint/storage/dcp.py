@@ -109,9 +109,9 @@ class TensorPieces(torch.Tensor):
 
     @classmethod
     def from_items(cls, full_tensor: torch.Tensor, write_items: list[WriteItem]) -> Self:
-        stand_in = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
-        stand_in.write_items = write_items
-        return stand_in
+        placeholder = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
+        placeholder.write_items = write_items
+        return placeholder
 
     @property
     def unique_write_items(self) -> dict[Any, WriteItem]:
@@ -213,9 +213,9 @@ def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> 
         tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True))
     ]
     if (requested_part.shape, requested_part.dtype) != (target.shape, target.dtype):
-        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested_part, target))
+        stored, expected = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested_part, target))
         raise DamagedCheckpointError(
-            f"{item.storage_index.fqn} is {stored} in its file, and {declared} in the metadata"
+            f"{item.storage_index.fqn} is {stored} in its file, and {expected} in the metadata"
         )
     target.copy_(requested_part)
 
@@ -355,14 +355,14 @@ def save(
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, file_system: FileSystemBase, path: str, meta: StorageMeta, file_prefix: str) -> None:
+    def __init__(self, file_system: FileSystemBase, path: str, storage_metadata: StorageMeta, file_prefix: str) -> None:
         super().__init__(path, sync_files=False, overwrite=True)  # the file system does
         self.fs: FileSystemBase = file_system
         self.path: str = path
-        self._meta, self._file_prefix = meta, file_prefix
+        self._storage_metadata, self._file_prefix = storage_metadata, file_prefix
 
     def storage_meta(self) -> StorageMeta:
-        return self._meta
+        return self._storage_metadata
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for result in itertools.chain(*results):

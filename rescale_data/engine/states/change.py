@@ -33,11 +33,11 @@ class ChangedChild:
 
     Args:
         path: The path of the child.
-        own_fields: The fields that the node above keeps for the child, by their names in a checkpoint.
+        kept_fields: The fields that the node above keeps for the child, by their names in a checkpoint.
     """
 
     path: NodePath
-    own_fields: frozenset[str]
+    kept_fields: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class ChangedChild:
 
     def owns(self, key: str) -> bool:
         """True if the field, source or node with the name ``key`` belongs to the child."""
-        return key in self.own_fields or key == self.name or key.startswith(self.name + ".")
+        return key in self.kept_fields or key == self.name or key.startswith(self.name + ".")
 
 
 def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters:

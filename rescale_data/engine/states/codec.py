@@ -187,7 +187,9 @@ def table_of(schema: Schema, saved: SavedState, added: Sequence[ChangedChild]) -
     if [*saved_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
     table, kept_keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in saved_slots]
-    added_keys = [key for key in to_slots if key not in saved_slots and any(key in child.own_fields for child in added)]
+    added_keys = [
+        key for key in to_slots if key not in saved_slots and any(key in child.kept_fields for child in added)
+    ]
     table[:, [slot for key in added_keys for slot in to_slots[key]]] = 0
     old_slots, new_slots = ([slot for key in kept_keys for slot in slots[key]] for slots in (saved_slots, to_slots))
     table[:, new_slots] = saved.table[:, old_slots]

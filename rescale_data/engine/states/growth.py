@@ -93,8 +93,10 @@ def _file_manifests(source: object, old: Manifest, current: Manifest) -> tuple[M
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if old == current or not isinstance(source, FiledSource):
         return old, current
-    full = source.file_manifest(old), source.file_manifest(current)
-    return (short_manifest(old), short_manifest(current)) if full[0] is None or full[1] is None else (full[0], full[1])
+    old_files, current_files = source.file_manifest(old), source.file_manifest(current)
+    if old_files is None or current_files is None:
+        return short_manifest(old), short_manifest(current)
+    return old_files, current_files
 
 
 def needed_manifests(histories: VersionLogs, schema: Schema, table: Ints) -> dict[str, VersionLog]:
