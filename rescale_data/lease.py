@@ -79,8 +79,8 @@ class Lease:
     Args:
         file_system: The file system; the folder of `path` exists, where there are folders.
         path: The lease's own name if it is shared (one file a holder), or one name for all if it is exclusive.
-        lease_data: Kept in the lease, for observers.
-        exclusive: Only one holder at a time; for local folders.
+        lease_data: Data that the lease keeps, for observers.
+        exclusive: True for only one holder at a time; for local folders.
 
     Raises:
         FileExistsError: An exclusive lease is held.

@@ -175,11 +175,11 @@ class ShardOrder:
     """The order in which one logical shard reads its rows.
 
     Args:
-        num_rows: R, of the source.
-        row_range_index: Number of the range that the logical shard reads, see `rescale_data.rounds`.
-        num_logical_shards, seed: Of the shard.
-        window: Rows that are permuted among themselves; 0 keeps the order of the files.
-        permutes_all_rows: One permutation of all rows of the source in place of fragments and windows.
+        num_rows: R, the number of rows of the source.
+        row_range_index: The number of the range that the logical shard reads, see `rescale_data.rounds`.
+        num_logical_shards, seed: The same as of the `Shard`.
+        window: The number of rows that are permuted among themselves; 0 keeps the order of the files.
+        permutes_all_rows: True for one permutation of all rows of the source in place of fragments and windows.
         global_batch_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
     """
 

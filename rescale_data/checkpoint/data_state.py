@@ -26,7 +26,7 @@ def read_data_state(
     Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is a tensor and a string.
 
     Args:
-        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        name: The loader's name in the saved state, such as ``"loader"``; default: the only loader.
         storage_options: Passed on to fsspec.
 
     Returns:
@@ -61,7 +61,7 @@ def check_checkpoint(
     Args:
         path: The checkpoint's folder, or its URL.
         loader: A `DataLoader` or `LogicalShards`.
-        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        name: The loader's name in the saved state, such as ``"loader"``; default: the only loader.
         storage_options: Passed on to fsspec.
 
     Raises:
@@ -94,7 +94,7 @@ def load_changed(
     Args:
         path: The checkpoint's folder, or its URL.
         loader: A `DataLoader` with the new pipeline.
-        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        name: The loader's name in the saved state, such as ``"loader"``; default: the only loader.
         storage_options: Passed on to fsspec.
 
     Raises:

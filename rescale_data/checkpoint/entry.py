@@ -21,12 +21,12 @@ class Entry:
 
     Args:
         path: Keys from the root of the state down to the value.
-        get_value: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
-        assign: Takes what DCP has loaded.
-        must_load_whole: Whether a part of it may not be loaded without the rest.
-        get_optimizer_tensors: Gives tensors that only an optimizer's step changes.
-        refusal_texts: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
-        names_left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
+        get_value: Returns the value that DCP saves. Its tensors may be the live ones, which are then loaded in place.
+        assign: Called with the value that DCP has loaded.
+        must_load_whole: True if no part of it may be loaded without the other parts.
+        get_optimizer_tensors: Returns the tensors that only an optimizer's step changes.
+        refusal_texts: The reasons why saved values do not fit although their names do, by name; `placeholder` sets them.
+        names_left_out: The names in the checkpoint that are not loaded for these reasons, with all names below them.
     """
 
     path: Path

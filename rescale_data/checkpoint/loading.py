@@ -82,7 +82,7 @@ def load(
 
     Args:
         path: A checkpoint of ``save``, any DCP folder, or a local file that ``torch.save`` wrote.
-        state: As for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
+        state: The same as for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
         strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
             not fit whole is left as it is.
         process_group: The ranks that load; default all.
@@ -210,7 +210,7 @@ def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved:
     """Return the differences between the state of one rank and the checkpoint, as `Mismatches`.
 
     Args:
-        wanted_values: What the entries ask for, by flattened name.
+        wanted_values: The values that the entries ask for, by flattened name.
     """
     requested_names = {entry.path[0] for entry in entries}
     refusal_texts = {name: text for entry in entries for name, text in entry.refusal_texts.items()}
@@ -246,7 +246,7 @@ def _fitting_values(
     """Return the entries that are loaded, in part or whole, and their values that fit, by flattened name.
 
     Args:
-        paths: Path in the state of each wanted value.
+        paths: The path in the state of each wanted value.
     """
 
     def is_in_entry(name: str, entry: Entry) -> bool:

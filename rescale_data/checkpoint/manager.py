@@ -31,8 +31,8 @@ class Saving:
     """A save that may still run in the background.
 
     Args:
-        staged: Done when parameters and optimizer state may change: ``staged.done()``.
-        committed: Done when the checkpoint exists. Its failure is raised by the manager's next call, too.
+        staged: A future that is done when parameters and optimizer state may change: ``staged.done()``.
+        committed: A future that is done when the checkpoint exists. Its failure is raised by the manager's next call, too.
 
     Example:
         >>> import tempfile
@@ -57,17 +57,17 @@ class CheckpointManager(RunReader):
     or in rare cases waits for the timeout of gloo, 30 minutes: start ranks with what ends all of them, as torchrun does.
 
     Args:
-        folder: Of the run; a local path or a URL that fsspec knows.
+        folder: The folder of the run: a local path or a URL that fsspec knows.
         keep_latest: Keep this many of the newest; None keeps all.
         keep_every: Keep every step that is a multiple of this.
         keep_best: ``(metric, "min" or "max", count)``: keep the best by a metric given to ``save``.
-        async_mode: Who writes: ``"thread"``, or ``"disabled"`` for ``save`` itself.
+        async_mode: ``"thread"`` to write in a background thread, ``"disabled"`` to write within ``save``.
         process_group: The ranks of the run; default all.
         storage_options: Passed on to fsspec.
 
     Attributes:
-        num_waits: How often a call had to wait for the save before it.
-        wait_seconds: How long in all.
+        num_waits: The number of calls that had to wait for the save before them.
+        wait_seconds: The seconds that these calls waited, in all.
 
     Raises:
         ValueError: a rule that keeps nothing, an ``async_mode`` that is unknown or differs between ranks, or another manager
@@ -125,7 +125,7 @@ class CheckpointManager(RunReader):
         Waits for the save before, and raises what it failed with. A checkpoint of this step is replaced.
 
         Args:
-            state: As for ``rescale_data.checkpoint.save``, whose errors it has.
+            state: The same as for ``rescale_data.checkpoint.save``, whose errors it has.
             metrics: Numbers for ``keep_best``, the same on all ranks: those of the first count, and others are a warning.
         """
         self.wait()

@@ -72,7 +72,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
     """Delete the checkpoints that no rule keeps, except the step saved last; log errors and never raise.
 
     Args:
-        warned_topics: What was warned of already; more comes in.
+        warned_topics: The topics that were warned of already; new ones are added.
     """
     try:
         steps = owner.steps(folder.steps_with_folder())

@@ -28,7 +28,7 @@ class RunReader:
     so that the run leaves the checkpoint alone.
 
     Args:
-        folder: Of the run; a local path or a URL that fsspec knows.
+        folder: The folder of the run: a local path or a URL that fsspec knows.
         process_group: The ranks that load; default all.
         storage_options: Passed on to fsspec.
 

@@ -49,7 +49,7 @@ def save(
         state: Names to modules, optimizers (with their model), anything ``Stateful``, tensors, plain values, and
             dicts of these.
         overwrite: Replace a checkpoint at ``path``.
-        step: Of the trainer, for the manifest.
+        step: The trainer's step, for the manifest.
         metrics: Numbers for the manifest.
         process_group: The ranks that save; default all.
         storage_options: Passed on to fsspec.

@@ -46,7 +46,7 @@ class Stager:
         """Copy the current state of ``entries``. One copy exists at a time: the next call reuses its memory.
 
         Returns:
-            Done when it is copied; and what gives the copy.
+            A future that is done when the state is copied, and a function that returns the copy.
         """
         optimizer_owned = {
             addr for entry in entries for tensor in entry.get_optimizer_tensors() if (addr := memory_address(tensor))

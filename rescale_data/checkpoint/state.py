@@ -47,8 +47,8 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     """Return an `Entry` for each value of a state, also of nested mappings.
 
     Args:
-        rank: Whose own values are meant by ``PerRank``.
-        saved: What is in the checkpoint that is to be loaded.
+        rank: The rank whose values a ``PerRank`` stands for.
+        saved: The contents of the checkpoint that is to be loaded.
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')

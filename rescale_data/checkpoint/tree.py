@@ -63,7 +63,7 @@ def iterate_leaves(
     """Yield ``(path, value)`` for each value in nested mappings and lists, the containers that DCP looks into.
 
     Args:
-        is_leaf_list: Which lists are taken for values.
+        is_leaf_list: Returns True for a list that counts as one value.
     """
     if isinstance(value, Mapping):
         items = cast(Mapping[Any, Any], value).items()

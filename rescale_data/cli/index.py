@@ -30,8 +30,8 @@ def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int,
     """Make the index of a source, in several processes that divide its files among them.
 
     Args:
-        paths: As they are given to the source.
-        index_dir: As it is given to the source.
+        paths: The paths that the source is given.
+        index_dir: The folder of the index that the source is given.
         fmt: A key of `FORMATS`; by default the format of the files' names.
     """
     source_paths = paths[0] if len(paths) == 1 else list(paths)

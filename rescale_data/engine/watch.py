@@ -47,7 +47,7 @@ class Watchdog:
         clock: Returns the time in seconds.
 
     Attributes:
-        report_after_seconds: As given.
+        report_after_seconds: The argument of this name.
         start_time: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing
             else is cheap enough.
         report_made: True if a report was made; the watched thread may reset it.

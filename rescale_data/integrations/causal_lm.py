@@ -20,7 +20,7 @@ def causal_lm_batch(samples: Samples) -> dict[str, Any]:
     themselves, so these are shifted back. Their loss has the same terms, but for the last token of each sample.
 
     Args:
-        samples: Of `TokenPacker` or `WholeDocumentPacker`, made with ``labels=True``.
+        samples: The samples of a `TokenPacker` or `WholeDocumentPacker`, made with ``labels=True``.
 
     Returns:
         ``{"input_ids", "labels"}``, each ``int[b, seq_len]``: a label is its token, or -100 where it is not learned. Where

@@ -20,10 +20,10 @@ class BatchShards:
     Args:
         shards: The shard of each of the b samples, in the order of the batch.
         rows: These shards, each once, as an index into the table: a slice or ``int64[M]``.
-        samples_per_shard: How many samples each of them gives, a number or ``int64[M]``.
+        samples_per_shard: The number of samples that each of them gives, an int or ``int64[M]``.
         sample_numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
             from the shard's first; 0 for those that fill the last batch.
-        num_real: How many of the samples are real; the others fill the last batch.
+        num_real: The number of real samples; the others fill the last batch.
     """
 
     shards: list[int]

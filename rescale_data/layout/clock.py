@@ -12,13 +12,13 @@ class Clock:
     """The counts of samples, steps and epochs of a run, the same on every rank.
 
     Args:
-        samples: Delivered by all ranks, with those that filled a last batch.
+        samples: The samples delivered by all ranks, including the ones that filled a last batch.
         origin: The sample count from which steps and micro batches are counted.
-        step: Whole global batches delivered before `origin`.
+        step: The whole global batches delivered before `origin`.
         epoch: Epochs that have ended (``repeat=False``).
-        in_step: Whether `origin` lies in the middle of a step that other ranks began, and nothing was delivered since.
-        dropped_samples, padded_samples: What the ends of epochs have dropped, and repeated to fill a last batch.
-        skipped: What was left out (`DataLoader.skip`), as ranges ``(first, stop)`` of samples, ascending.
+        in_step: True if `origin` lies in the middle of a step that other ranks began, and nothing was delivered since.
+        dropped_samples, padded_samples: The samples dropped at the ends of epochs, and repeated to fill a last batch.
+        skipped: The samples left out (`DataLoader.skip`), as ascending ranges ``(first, stop)``.
     """
 
     samples: int = 0

@@ -106,7 +106,7 @@ def plan(
         num_logical_shards: N; default as in `DataLoader`: 4 * O, at most about 2,048. Of several O, the one of which most
             topologies are aligned with all: give it to `DataLoader`.
         num_workers: The K to look at, one or several.
-        sources: What the run reads: then it prints what N means for memory, for checkpoints, and for the smallest of them.
+        sources: The sources of the run: the plan then prints what N means for memory, checkpoints and the smallest source.
 
     Raises:
         ValueError: A number is out of range.

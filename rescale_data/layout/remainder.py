@@ -30,9 +30,9 @@ class Remainder:
     """The last steps of an epoch, in which the samples left in the logical shards are redistributed over all ranks.
 
     Args:
-        layout: The topology that serves them.
-        samples_left: ``int64[N]``, samples that each shard had left when it began.
-        samples_at_start: ``int64[N]``, samples that each had delivered then.
+        layout: The topology that serves these samples.
+        samples_left: ``int64[N]``, the samples that each shard had left when the remainder began.
+        samples_at_start: ``int64[N]``, the samples that each shard had delivered then.
         pads_last_batch: Whether the rest that is less than a global batch is filled up with first samples of its shards, or
             dropped.
     """

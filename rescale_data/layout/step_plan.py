@@ -34,14 +34,14 @@ class StepPlan:
     Args:
         costs: ``int64[samples]``, by the number of the sample; 0 or more, and their sum times ``samples`` below 2**62.
         tokens: ``int64[samples]``, 1 or more.
-        owner_ranks: ``int64[samples]``, the rank that has each.
+        owner_ranks: ``int64[samples]``, the rank that has read each sample.
         num_ranks: The number of ranks that plan together.
-        num_batches: Of each rank; ``num_ranks * num_batches`` is at most ``samples``.
-        max_tokens: Of a micro batch with several samples. It is raised where the step has no room else.
+        num_batches: The number of micro batches of each rank; ``num_ranks * num_batches`` is at most ``samples``.
+        max_tokens: The most tokens of a micro batch with several samples; it is raised if the samples of the step do not fit.
         sync_interval: "micro" where ranks wait for each other in every micro batch; "step" where they wait once a step: then
             the sums of ranks are alike, and the first and the last micro batches of a rank are its least.
         pads_bins: A micro batch costs its number of samples times the largest cost, and has so many times the most tokens.
-        seed: With ``step`` the key of the order of tiers, the same for all groups of ranks.
+        seed, step: The key of the random order of tiers, the same for all groups of ranks.
     """
 
     costs: Ints

@@ -30,7 +30,7 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
 
     Args:
         source: The source to check.
-        num_rows: So many of its rows, spread over all of it, are read several times.
+        num_rows: The number of its rows, spread over all of it, that are read several times.
         columns: Token columns, which must be the same a fragment at a time as they are row by row.
 
     Raises:

@@ -57,10 +57,10 @@ def to_safetensors(
     ``from_safetensors`` refuses what was not finished.
 
     Args:
-        path: Of the checkpoint.
+        path: The path of the checkpoint.
         folder: A local path or a URL; made if there is none, else empty.
         max_shard_size: Bytes of a file; a larger tensor has a file of its own.
-        name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
+        name: The name of one top-level entry, left out of the tensors' names: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
         storage_options: Passed on to fsspec, for ``path`` and for ``folder``.
 
@@ -109,7 +109,7 @@ def from_safetensors(
     Args:
         folder: Local, with ``*.safetensors``, of ``to_safetensors`` or of another tool; or one such file. Where there is an
             index (``*.safetensors.index.json``) it says which files belong together.
-        path: Of the checkpoint, which must not exist.
+        path: The path of the checkpoint, which must not exist.
         name: Put all of it under this top-level name, as ``load`` will ask for it: ``"model"``.
 
     Raises:

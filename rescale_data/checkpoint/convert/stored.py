@@ -17,12 +17,12 @@ class StoredCheckpoint:
     """The values of a checkpoint, read on this process alone.
 
     Args:
-        entry_name: Of one top-level entry, which is then all that there is, without its name; default everything.
+        entry_name: The name of one top-level entry, to read this entry alone; default: all entries.
 
     Attributes:
-        meta_tensors: On the meta device, by flattened name.
-        paths_by_name: Path in the nested state, by flattened name.
-        unflatten_hints: What the names do not tell of the nested state.
+        meta_tensors: A tensor on the meta device for each saved tensor, by flattened name.
+        paths_by_name: The path in the nested state, by flattened name.
+        unflatten_hints: The structure of the nested state that flattened names lose (`UnflattenHints`).
 
     Raises:
         ValueError: nothing is named ``entry_name``.

@@ -49,9 +49,9 @@ def to_torch_save(
     tensor and its largest stored piece, whatever the size of the checkpoint. Call it on one rank.
 
     Args:
-        path: Of the checkpoint.
+        path: The path of the checkpoint.
         file: A local path or a URL; it appears when it is whole, and replaces one that was there.
-        name: Of one top-level entry, which is then the file's content, without its name.
+        name: The name of one top-level entry, whose value is then the file's content; default: all entries.
         storage_options: Passed on to fsspec, for ``path`` and for ``file``.
 
     Raises:
@@ -88,7 +88,7 @@ def from_torch_save(
 
     Args:
         file: Local, in the zip format, with tensors and plain values only.
-        path: Of the checkpoint, which must not exist.
+        path: The path of the checkpoint, which must not exist.
         name: Put all of it under this top-level name, as ``load`` will ask for it: ``"model"``.
 
     Raises:
@@ -135,10 +135,10 @@ class TorchFileWriter:
     """Writer of a ``torch.save`` file that receives its tensors one by one.
 
     Args:
-        shapes_dtypes: Shape and dtype of those that come later, by name.
+        shapes_dtypes: Shape and dtype of the tensors that come later, by name.
 
     Attributes:
-        tensors: Stand for them in what is written, and have no memory.
+        tensors: Placeholders for these tensors in the value that is written; they take no memory.
     """
 
     def __init__(self, shapes_dtypes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
@@ -152,7 +152,7 @@ class TorchFileWriter:
         """Write ``tree`` as a ``torch.save`` file, with real tensors in place of the placeholders ``tensors``.
 
         Args:
-            read_tensors: Gives the tensors for these names, in their order.
+            read_tensors: Returns the tensors with the given names, in their order.
         """
         names_by_id = {id(tensor): name for name, tensor in self.tensors.items()}
         tensors = _TensorCollector.collect(tree, set(names_by_id))

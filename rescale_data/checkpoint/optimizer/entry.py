@@ -32,7 +32,7 @@ class OptimizerEntry(Entry):
     optimizer, but what torch_xla needs.
 
     Args:
-        model: That has its parameters.
+        model: The module that has the optimizer's parameters.
 
     Raises:
         TypeError: The optimizer's state has keys that are no parameters.

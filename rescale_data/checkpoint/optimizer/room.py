@@ -18,11 +18,11 @@ def allocate_state(
     """Return tensors to load a parameter's saved state into: the live ones if they fit, else new ones sharded like it.
 
     Args:
-        live_state: The entries that it has.
-        saved: With a tensor on the meta device for each tensor.
+        live_state: The entries that the parameter has now.
+        saved: The saved entries, with a tensor on the meta device for each tensor.
 
     Returns:
-        The same with room for each tensor; and why that is not the parameter's, by its place in the entries.
+        The entries with a tensor to load into for each saved tensor; the reasons why tensors do not fit, by their dotted path.
     """
     mismatches: dict[str, str] = {}
     has_scalar_state = has_parameter_shapes(optimizer) and not any(getattr(leaf, "ndim", 0) for leaf in saved.values())

@@ -134,8 +134,8 @@ def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str])
     """Return the save or the deletion of a training step that is valid according to the claims; None if there is neither.
 
     Args:
-        file_names: In the folder of the step.
-        claims_and_steps: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
+        file_names: The names of the files in the step's folder.
+        claims_and_steps: The claims of each folder that decide, the outer one first, each with the step's name in that folder.
     """
     saves = [save for save in map(SaveId.from_manifest, file_names) if save]
     for claims, step_name in claims_and_steps:

@@ -50,8 +50,8 @@ class Contents:
     """Names, shapes, dtypes and paths of the values in a checkpoint.
 
     Attributes:
-        values: By flattened name a tensor on the meta device, or None for a plain value.
-        paths: In the nested state, by flattened name.
+        values: A tensor on the meta device, or None for a plain value, by flattened name.
+        paths: The path of each value in the nested state, by flattened name.
         pathless: Names whose paths another tool did not save; such a name stands for its path.
     """
 
@@ -100,7 +100,7 @@ class TensorPieces(torch.Tensor):
     Attributes:
         write_items: The write item of each piece, from the device's own planner; an item names no entry of the state yet.
         find_piece: Returns the piece at an index, on the CPU.
-        commit_piece: Called after a piece was read, with its read item and its values.
+        commit_piece: A function, called after a piece was read, with its read item and its values.
     """
 
     write_items: list[WriteItem]
@@ -153,7 +153,7 @@ class StateReader(ABC):
     """Base of readers: loads values of a checkpoint on this process alone.
 
     Args:
-        name: Of the checkpoint, for errors.
+        name: The name of the checkpoint, for errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -224,8 +224,8 @@ class FilesReader(StateReader):
     """Reads DCP's files in a folder, each piece once and with its checksum; a subclass reads the metadata.
 
     Attributes:
-        path: Of the folder.
-        before_each_file: Is called before each file that is read.
+        path: The path of the folder.
+        before_each_file: A function, called before each file that is read.
     """
 
     def __init__(self, file_system: FileSystemBase, path: str) -> None:
@@ -345,8 +345,8 @@ def save(
     """Write DCP's files into the folder at ``path``, and its metadata last.
 
     Args:
-        name: Of the checkpoint, for its metadata.
-        file_prefix: What the metadata puts before the names of its files.
+        name: The name of the checkpoint, for its metadata.
+        file_prefix: The prefix that the metadata puts before the names of its files.
     """
     if not ranks.is_distributed:  # no news to who started one process
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)

@@ -32,7 +32,7 @@ class Manifest:
         save_id: Identifies one call of save, so that files of two saves are never taken for one.
         files: Records by name, relative to the checkpoint's folder, without the manifest's own.
         created: Seconds since the epoch.
-        lost: What the names of the values do not tell of the state's form: see ``tree.UnflattenHints``.
+        lost: The structure of the state that flattened names lose: see ``tree.UnflattenHints``.
     """
 
     save_id: str

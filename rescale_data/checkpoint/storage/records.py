@@ -61,7 +61,7 @@ class RecordUnpickler(pickle.Unpickler):
 
     Args:
         is_known_class: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
-        load_storage: Gives what a reference to a storage stands for.
+        load_storage: Returns the storage for a reference in the pickle.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class FileRecord:
     """The size and checksums of a written file.
 
     Args:
-        size: In bytes.
+        size: The size in bytes.
         crc32s: The CRC-32 of each of its pieces in their order, four bytes each, in hexadecimal.
     """
 
@@ -47,7 +47,7 @@ class CheckedStream(io.RawIOBase):
     """Output stream that counts bytes and makes a CRC-32 of each piece; DCP asks for the position after each.
 
     Attributes:
-        error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
+        error: The system's error of a failed write, in place of which torch's writer of tensors raises another.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
