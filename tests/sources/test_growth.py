@@ -27,12 +27,6 @@ def write(folder, kind, name, rows):
         write_table(folder / f"{name}.parquet", {"x": rows}, 7)
 
 
-def write_documents(folder, name, rows, length=lambda row: 5):
-    """Write a document for each number, of as many tokens as `length` says, which are that number."""
-    tokens = pa.array([[row] * length(row) for row in rows], pa.list_(pa.int32()))
-    write_table(folder / f"{name}.parquet", {"tokens": tokens}, 7)
-
-
 def source_of(folder, kind):
     return rd.JsonlSource(folder) if kind == "jsonl" else rd.ParquetSource(folder, index_dir=index_of(folder))
 
@@ -99,7 +93,8 @@ def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind, tmp_pa
 def test_what_is_read_ahead_of_a_window_has_not_begun(prefix, read_ahead, top, tmp_path, caplog):
     """Else files would join later where the cache has room for more."""
     for name, first in (("b", 0), ("d", 30), ("a", 100)):
-        write_documents(tmp_path, name, range(first, first + 30))
+        tokens = pa.array([[row] * 5 for row in range(first, first + 30)], pa.list_(pa.int32()))
+        write_table(tmp_path / f"{name}.parquet", {"tokens": tokens}, 7)
 
     def begun(names):
         files = [f"{prefix}{tmp_path}/{name}.parquet" for name in names]
@@ -176,47 +171,6 @@ class TestDigests:
             folded = short_manifest({"format": "parquet", "files": files})
             assert len(folded["folders"]) == folders
             assert num_rows(folded) == 5 * count
-
-
-def packed(shard, source):
-    return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=8, eos_id=7)
-
-
-def first_tokens(shard, source):
-    return rd.Map(rd.Reader(source, shard, shuffle=8), first_token)
-
-
-def first_token(sample):
-    return {"tokens": sample["tokens"][:1]}
-
-
-@pytest.mark.parametrize("pipeline", [packed, first_tokens])
-@pytest.mark.parametrize("repeat", [False, True])
-def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(pipeline, repeat, tmp_path):
-    def loader_at(state, workers=0):
-        made = partial(pipeline, source=rd.ParquetSource(tmp_path))
-        loader = make_loader(made, num_workers=workers, repeat=repeat, verify=True)
-        if state is not None:
-            loader.load_state_dict(state)
-        return loader
-
-    def rest(loader):
-        batches = (batch for _ in range(9) for batch in loader)
-        return [batch["tokens"].tolist() for batch in itertools.islice(batches, 30)]
-
-    write_documents(tmp_path, "b", range(80), lambda row: 1 + row % 5)
-    before = loader_at(None)
-    [next(iter(before)) for _ in range(3)]
-    state = before.state_dict()
-    write_documents(tmp_path, "a", range(100, 135), lambda row: 1 + row % 5)
-    expected = rest(loader_at(state))
-    assert any(token >= 100 for batch in expected for sample in batch for token in sample)
-    with loader_at(state, workers=1) as loader:
-        assert rest(loader) == expected
-    for num_skipped in (1, 4, 9, 20):
-        loader = loader_at(state)
-        loader.skip(num_skipped * BATCH)
-        assert rest(loader)[: 30 - num_skipped] == expected[num_skipped:]
 
 
 @pytest.mark.parametrize("steps", [0, 3])
