@@ -246,8 +246,8 @@ class Audit:
     @cached_property
     def _schemas(self) -> list[Schema]:
         """Schemas of the pipelines that the run has had, the newest first."""
-        by_pipeline = {id(interval.pipeline): interval for interval in self._replay_intervals()}
-        return [interval.schema() for interval in sorted(by_pipeline.values(), key=lambda item: -item.first_step)]
+        newest_intervals = {id(interval.pipeline): interval for interval in self._replay_intervals()}
+        return [interval.schema() for interval in sorted(newest_intervals.values(), key=lambda item: -item.first_step)]
 
 
 def _read_states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[SavedState]:

@@ -197,13 +197,11 @@ def _summarize_contents(saved: Contents) -> str:
 
 def _merge_mismatches(all_mismatches: list[Mismatches]) -> Mismatches:
     """Merge the mismatches of all ranks: names missing or different on any rank, names that no rank requests."""
-    merged_mismatches = {
-        kind: _merge_texts([differences[kind] for differences in all_mismatches]) for kind in all_mismatches[0]
-    }
+    merged = {kind: _merge_texts([differences[kind] for differences in all_mismatches]) for kind in all_mismatches[0]}
     for kind in ("unexpected", _NOT_REQUESTED):
-        common_names = set.intersection(*(set(differences[kind]) for differences in all_mismatches))
-        merged_mismatches[kind] = {name: text for name, text in merged_mismatches[kind].items() if name in common_names}
-    return merged_mismatches
+        names_of_all = set.intersection(*(set(differences[kind]) for differences in all_mismatches))
+        merged[kind] = {name: text for name, text in merged[kind].items() if name in names_of_all}
+    return merged
 
 
 def _find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Mismatches:

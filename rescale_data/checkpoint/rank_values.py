@@ -63,12 +63,12 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
     """
     if ranks.world_size == 1:
         return
-    compared_values = {
+    plain_values = {
         ".".join(path): leaf
         for path, leaf in iterate_leaves(state_dict, is_plain)
         if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
-    digests = {name: digest for name, leaf in compared_values.items() if (digest := _digest(leaf))}
+    digests = {name: digest for name, leaf in plain_values.items() if (digest := _digest(leaf))}
     own_digest = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
     rank_digests = ranks.on_each(lambda: own_digest)
     if len(set(rank_digests)) == 1:

@@ -113,7 +113,7 @@ def write_checkpoint(
     ownerships: list[Ownership] = []
     begun_save: SaveId | None = None
 
-    def begin() -> SaveId:
+    def begin_new_save() -> SaveId:
         prepare_target(store, final_path, overwrite=overwrite)
         ownerships.append(run or Ownership(store, final_path, has_one_checkpoint=True))
         return ownerships[0].begin_save(step_name)
@@ -124,7 +124,7 @@ def write_checkpoint(
     if ranks.is_first:
         warn_of_unloadable(state_dict)
     try:
-        begun_save = new_save = ranks.run_on_first(begin)
+        begun_save = new_save = ranks.run_on_first(begin_new_save)
         file_records = _write_files(store, final_path, new_save, state_dict, ranks)
         manifest = Manifest(
             save_id=new_save.folder,
@@ -153,9 +153,9 @@ def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ra
     """Raise ``ValueError`` if ranks name different checkpoints; warn if their metrics differ: those of the first rank count."""
     descriptions, rank_metrics = zip(*ranks.on_each(lambda: (description, dict(sorted(metrics.items())))), strict=True)
     if len(set(descriptions)) > 1:
-        targets_text = ", ".join(sorted(set(descriptions))[:4])
+        target_list = ", ".join(sorted(set(descriptions))[:4])
         raise ValueError(
-            f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {targets_text}. Give all the same."
+            f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {target_list}. Give all the same."
         )
     other_metrics = next((values for values in rank_metrics if values and repr(values) != repr(rank_metrics[0])), None)
     if ranks.is_first and other_metrics is not None:

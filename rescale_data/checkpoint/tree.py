@@ -101,8 +101,8 @@ def with_keys_of(live: Any, loaded: Any) -> Any:
         )
     if type(live) is list and type(loaded) is list:
         content = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
-        extra = cast("list[Any]", loaded)[len(content) :]
-        return [*(with_keys_of(old, new) for old, new in zip(content, cast("list[Any]", loaded), strict=False)), *extra]
+        added = cast("list[Any]", loaded)[len(content) :]
+        return [*(with_keys_of(old, new) for old, new in zip(content, cast("list[Any]", loaded), strict=False)), *added]
     return loaded
 
 

@@ -103,10 +103,10 @@ def _require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
             f"processes or an earlier process group: give state=, one state_dict() of the old ranks, the same on all new "
             f"ones."
         )
-    sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
+    old_sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
     is_balanced = old_stream.setup.options.balance is not None or new_stream.setup.options.balance is not None
     num_taken, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
-    if num_taken and (sizes != new_sizes or is_balanced):
+    if num_taken and (old_sizes != new_sizes or is_balanced):
         raise ValueError(
             f"reopen() within a step, with another global batch or micro batch: {num_taken} of its {per_step} micro batches "
             f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - num_taken} more."

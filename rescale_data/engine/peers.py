@@ -123,7 +123,9 @@ class CallsSharedWithPeers:
                     f"{own_setting}, and the ranks {differing} another than rank {self._members[0]}. All of them need the same "
                     f"arguments."
                 )
-        self._number = first_message[1]  # as the first peer counts: keeps its loaders for training and validation apart
+        self._loader_number = first_message[
+            1
+        ]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, fields in messages.items() if fields[0] == "1"]
         self._attempt = max(int(fields[2]) for fields in messages.values())
         self._connections.renew(self._attempt)
@@ -147,7 +149,7 @@ class CallsSharedWithPeers:
 
     def _send(self, kind: int, call_text: str, counts: tuple[int, ...], packed_value: PackedBytes) -> None:
         value_bytes, pickle_start = packed_value
-        header = [kind, value_bytes.numel(), pickle_start, digest((self._number, call_text)), *counts]
+        header = [kind, value_bytes.numel(), pickle_start, digest((self._loader_number, call_text)), *counts]
         with self._message_guard():
             self._broadcast(self._all_peers, torch.tensor(header, device="cpu"))
             self._broadcast(self._all_peers if kind == RESULT else self._receivers, value_bytes)
@@ -164,7 +166,7 @@ class CallsSharedWithPeers:
                 value_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pins_memory)
                 self._broadcast(group, value_bytes)
         value: Any = None if value_bytes is None else from_bytes(value_bytes, pickle_start)
-        if call_digest != digest((self._number, call_text)):
+        if call_digest != digest((self._loader_number, call_text)):
             raise RuntimeError(
                 f"This rank calls {call_text:.200} of a loader with peers=, the one that reads for it another method, with "
                 f"other arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."

@@ -34,8 +34,8 @@ class WorkerFeed(BatchFeed):
 
     def __init__(self, recipe: Recipe, options: Options, *, pin_memory: bool) -> None:
         self._worker = Worker(recipe, options)
-        functions = {name: getattr(options, name) for name in ("collate_fn", "worker_init_fn")}
-        require_pickle(self._worker, pipeline=recipe.pipeline, **functions)
+        user_functions = {name: getattr(options, name) for name in ("collate_fn", "worker_init_fn")}
+        require_pickle(self._worker, pipeline=recipe.pipeline, **user_functions)
         self._context = multiprocessing_context(options.multiprocessing_context)
         self.uses_fork = self._context.get_start_method() == "fork"
         self._num_workers, self._num_slabs = options.num_workers, options.batches_ahead + 1

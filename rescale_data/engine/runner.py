@@ -92,10 +92,8 @@ class ShardRunner:
             rows = tuple.__new__(TableUpdate, (batch_shards.rows, row_values, cached_batch.samples_not_counted_yet))
             return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(cached_batch.nodes)))
         if batch_shards.sample_numbers is not None:  # `_sample_at` counts each sample
-            samples = [
-                self._sample_at(*draw)
-                for draw in zip(batch_shards.shards, batch_shards.sample_numbers, batch_shards.is_real, strict=True)
-            ]
+            draws = zip(batch_shards.shards, batch_shards.sample_numbers, batch_shards.is_real, strict=True)
+            samples = [self._sample_at(*draw) for draw in draws]
             return self._as_micro_batch((collate or stack)(samples), batch_shards)
         if collate is None and self._columns:
             nodes = [self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards]
@@ -196,9 +194,8 @@ class ShardRunner:
 
     def _as_micro_batch(self, batch: Any, batch_shards: BatchShards) -> MicroBatch:
         num_real = len(batch_shards.shards) if batch_shards.num_real < 0 else batch_shards.num_real
-        return MicroBatch(
-            batch, TableUpdate(batch_shards.rows, self.table[batch_shards.rows].copy()), batch_shards.shards, num_real
-        )
+        rows = TableUpdate(batch_shards.rows, self.table[batch_shards.rows].copy())
+        return MicroBatch(batch, rows, batch_shards.shards, num_real)
 
     def _write_batch(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         buffer = BatchBuffer(self._columns, len(shards))

@@ -91,7 +91,9 @@ class DataState(pl.Callback):
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."
                 )
         for state in states[:1]:  # a batch has one of each loader
-            _recount(trainer.fit_loop.epoch_loop.batch_progress.current, decode(state), trainer.accumulate_grad_batches)
+            _convert_batch_counts(
+                trainer.fit_loop.epoch_loop.batch_progress.current, decode(state), trainer.accumulate_grad_batches
+            )
 
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` to ``steps`` if it may be set and the user has not; else raise if it differs."""
@@ -175,7 +177,7 @@ def _undo_partial_step(fit_loop_state: dict[str, Any], state: SavedState) -> Non
                 lightning_counts[name] -= num_in_step
 
 
-def _recount(batch_counts: Any, state: SavedState, new_accum: int) -> None:
+def _convert_batch_counts(batch_counts: Any, state: SavedState, new_accum: int) -> None:
     """Convert Lightning's counts of micro batches in the epoch to the present number of micro batches a step.
 
     "completed", which is one less in some saves, stays one less.

@@ -62,13 +62,13 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 @contextmanager
 def _without_dummy_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Give parameters without state an empty one inside the ``with`` block, so that torch makes no first step to create it."""
-    stateless = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
-    for parameter in stateless:
+    without_state = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
+    for parameter in without_state:
         optimizer.state[parameter] = {}
     try:
         yield
     finally:
-        for parameter in (parameter for parameter in stateless if not optimizer.state[parameter]):
+        for parameter in (parameter for parameter in without_state if not optimizer.state[parameter]):
             del optimizer.state[parameter]
 
 

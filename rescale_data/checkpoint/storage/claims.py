@@ -36,10 +36,10 @@ class OwnerId(NamedTuple):
     """Identity of one opening of a folder for writing: a number above all earlier ones, and a random id."""
 
     number: int
-    id: str
+    random_id: str
 
     def __str__(self) -> str:
-        return f"{self.number}-{self.id}"
+        return f"{self.number}-{self.random_id}"
 
 
 class SaveId(NamedTuple):

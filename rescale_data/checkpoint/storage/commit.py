@@ -394,14 +394,14 @@ def metrics_of(store: Store, path: str, save: SaveId) -> dict[str, float]:
     return {}
 
 
-def _link_files(store: Store, link: str) -> None:
-    target_folder, temporary_folder = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
+def _link_files(store: Store, link_path: str) -> None:
+    target_folder, temporary_folder = os.path.realpath(link_path), f"{link_path}.{uuid.uuid4().hex[:12]}.tmp"
     store.mkdir(temporary_folder)
     for name in store.names(target_folder):
         if name not in (CLAIMS_FOLDER, LEASES):
             os.symlink(join(target_folder, name), join(temporary_folder, name))
-    store.rm_file(link)
-    store.rename(temporary_folder, link)
+    store.rm_file(link_path)
+    store.rename(temporary_folder, link_path)
 
 
 def _put_with_retry(store: Store, path: str, content: bytes) -> None:

@@ -213,9 +213,9 @@ def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> 
         tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True))
     ]
     if (requested_part.shape, requested_part.dtype) != (target.shape, target.dtype):
-        stored, expected = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested_part, target))
+        saved_text, expected = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested_part, target))
         raise DamagedCheckpointError(
-            f"{item.storage_index.fqn} is {stored} in its file, and {expected} in the metadata"
+            f"{item.storage_index.fqn} is {saved_text} in its file, and {expected} in the metadata"
         )
     target.copy_(requested_part)
 

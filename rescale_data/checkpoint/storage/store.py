@@ -50,8 +50,8 @@ class CheckedStream(io.RawIOBase):
         error: The system's error of a failed write, in place of which torch's writer of tensors raises another.
     """
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw = raw
+    def __init__(self, raw_stream: BinaryIO) -> None:
+        self.raw_stream = raw_stream
         self.error: OSError | None = None
         self._num_bytes, self._crc_piece_start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
 
@@ -60,7 +60,7 @@ class CheckedStream(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         try:
-            self.raw.write(data)
+            self.raw_stream.write(data)
         except OSError as error:
             self.error = error
             raise

@@ -93,7 +93,7 @@ class _Archive:
 
     def __init__(self, memory: Memory) -> None:
         with zipfile.ZipFile(cast("IO[bytes]", memory)) as archive:
-            self._zip_infos = {info.filename: info for info in archive.infolist()}
+            self._zip_infos = {zip_info.filename: zip_info for zip_info in archive.infolist()}
             data_name = next(data_name for data_name in self._zip_infos if data_name.split("/")[1:] == ["data.pkl"])
             self._prefix = data_name.removesuffix("data.pkl")
             self._pickle = archive.read(self._member(data_name))
@@ -112,10 +112,10 @@ class _Archive:
         return _Builder(allowed_types)(RecordUnpickler(self._pickle, is_known_class, self._storage).load())
 
     def _member(self, name: str) -> zipfile.ZipInfo:
-        info = self._zip_infos[name]
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        zip_info = self._zip_infos[name]
+        if zip_info.compress_type != zipfile.ZIP_STORED or zip_info.compress_size != zip_info.file_size:
             raise ValueError(f"its record {name} is compressed")
-        return info
+        return zip_info
 
     def _storage(self, pid: Any) -> _Storage:
         """Return the storage for a reference ``("storage", class, key, device, number of elements)``."""
@@ -125,15 +125,15 @@ class _Archive:
             raise ValueError(f"{pid!r} is no storage")
         if (storage := self._storages.get((key, cls.pickled_name))) is not None:
             return storage
-        info = self._member(f"{self._prefix}data/{key}")
+        zip_info = self._member(f"{self._prefix}data/{key}")
         nbytes = num_elements * (dtype or torch.uint8).itemsize
-        if nbytes != info.file_size:
-            raise ValueError(f"{nbytes} bytes of a storage, and its record has {info.file_size}")
-        start = info.header_offset + 30  # a local header without the name and the extra field, whose lengths end it
+        if nbytes != zip_info.file_size:
+            raise ValueError(f"{nbytes} bytes of a storage, and its record has {zip_info.file_size}")
+        start = zip_info.header_offset + 30  # a local header without the name and the extra field, whose lengths end it
         length_bytes = self._raw_tensor[start - 4 : start].tolist()
         start += length_bytes[0] + 256 * length_bytes[1] + length_bytes[2] + 256 * length_bytes[3]
         if start + nbytes > len(self._raw_tensor):
-            raise ValueError(f"its record {info.filename} is cut")
+            raise ValueError(f"its record {zip_info.filename} is cut")
         content: Any = self._raw_tensor.untyped_storage()[start : start + nbytes] if nbytes else torch.UntypedStorage(0)
         return self._storages.setdefault((key, cls.pickled_name), _Storage(content, dtype))
 

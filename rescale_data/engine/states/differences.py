@@ -44,9 +44,8 @@ def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[N
 def log_changes(stream: Stream, saved: NodeParameters) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
-    function_changes = _param_changes(
-        saved, current, {name: {CODE_KEY, VERSION} for name in saved.keys() & current.keys()}
-    )
+    function_keys = {name: {CODE_KEY, VERSION} for name in saved.keys() & current.keys()}
+    function_changes = _param_changes(saved, current, function_keys)
     exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
     changed_settings = _param_changes(saved, current, exempt)
     if function_changes:

@@ -107,8 +107,9 @@ def needed_manifests(histories: VersionLogs, schema: Schema, table: Ints) -> dic
 def _drop_passed_epochs(history: VersionLog, schema: Schema, table: Ints, path: str) -> VersionLog:
     if len(history) == 1:
         return history
-    lowest = int(reader_positions(schema, table, path)[:, 0].min())
-    return [entry for entry, later in zip(history, [*history[1:], None], strict=True) if not later or later[0] > lowest]
+    lowest_epoch = int(reader_positions(schema, table, path)[:, 0].min())
+    with_next = zip(history, [*history[1:], None], strict=True)
+    return [entry for entry, next_entry in with_next if not next_entry or next_entry[0] > lowest_epoch]
 
 
 def history_of(value: Any) -> VersionLog:
