@@ -109,42 +109,6 @@ def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(tail: str
         then.reference().check_epochs(books, 5, tail)
 
 
-DELIVERED = {  # N, and the topologies of a run
-    "aligned": (96, [Top(4, 3, 24), Top(3, 8, 24), Top(4, 6, 24)]),
-    "not aligned": (64, [Top(4, 6, 24), Top(3, 4, 24), Top(4, 2, 24)]),
-    "O above N": (12, [Top(6, 4, 24), Top(4, 3, 24), Top(3, 2, 24)]),
-    "workers": (24, [Top(2, 3, 12, 3), Top(3, 4, 12), Top(1, 2, 12, 3)]),
-    "a ramp": (64, [Top(4, 6, 24), Top(3, 4, 48), Top(4, 6, 24)]),
-}
-
-
-@pytest.mark.parametrize("repeat", [True, False])
-@pytest.mark.parametrize("sizes", DELIVERED)
-def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> None:
-    """States are old by 0 to 29 micro batches, some of them within a step, and over an epoch's end and its remainder."""
-    n, tops = DELIVERED[sizes]
-    how: Any = {"num_logical_shards": n, "repeat": repeat, "tail": "drop", "verify": False}
-    state: Any = None
-    for segment, (top, age) in enumerate(zip(tops * 2, (5, 29, 1, 0, 8, 13), strict=True)):
-        seats = _seats(top, ("Kind", "rows", 1000), **how)
-        if state is not None:
-            seats.load(state)
-        seats.take(segment, Books())
-        before = seats.state()
-        seats.take(age, Books())
-        state = seats.state()
-        for other in {top, tops[(segment + 1) % 3]}:
-            here, there = (_seats(other, ("Kind", "rows", 1000), **how) for _ in range(2))
-            num = age * top.w * top.b
-            here.all(lambda seat, num=num, state=before: seat.loader.load_state_dict(state, num))
-            there.load(state)
-            assert not difference(here.state(), there.state())
-            found, expected = Books(), Books()
-            here.take(4, found)
-            there.take(4, expected)
-            assert found.delivered == expected.delivered
-
-
 @pytest.mark.parametrize("num_delivered", [1, 4, 11, 40])
 @pytest.mark.parametrize("change", ["files", "weights", "seq_len", "nothing"])
 @pytest.mark.parametrize("top", ["Pack", "Whole", "Shuffle"])

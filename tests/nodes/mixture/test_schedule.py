@@ -276,21 +276,3 @@ def test_the_order_of_names_does_not_matter() -> None:
     weights = {"web": 0.2, "code": 0.3, "books": 0.5}
     turned = dict(reversed(weights.items()))
     assert take(zoo_mixture(rd.Shard(), weights), 50) == take(zoo_mixture(rd.Shard(), turned), 50)
-
-
-def test_behind_the_error_of_a_silent_source_a_skip_is_draws() -> None:
-    num_errors = 0
-    for index in range(40):
-        shard = rd.Shard(index, 40, seed=3)
-        drawn, skipped = (rd.WeightedSampler({"a": rd.Reader(range(9), shard)}, {"a": 1}) for _ in range(2))
-        for _ in range(6):
-            try:
-                next(drawn)
-            except rd.DataStateError:  # two whole epochs without a row
-                num_errors += 1
-                with pytest.raises(rd.DataStateError):
-                    skipped.skip(1)
-            else:
-                skipped.skip(1)
-            assert drawn.position == skipped.position
-    assert num_errors > 40
