@@ -167,9 +167,9 @@ class LeaseObserver:
             self._last_seen_contents.pop(path, None)
             return "gone", {}
         lease_fields = _parse_lease(content)
-        holder_runs = is_running(lease_fields.get("holder", {}))
-        if holder_runs is not None:
-            return ("alive" if holder_runs else "gone"), lease_fields
+        is_holder_running = is_running(lease_fields.get("holder", {}))
+        if is_holder_running is not None:
+            return ("alive" if is_holder_running else "gone"), lease_fields
         last_content, last_change_time = self._last_seen_contents.setdefault(path, (content, time.monotonic()))
         if last_content != content:
             self._last_seen_contents[path] = content, time.monotonic()

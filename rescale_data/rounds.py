@@ -41,9 +41,9 @@ def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shar
         residue = row_range_index(shard, epoch, num_rows, n, seed) * num_rows % n
         step = _first_range_and_stride(n, seed, epoch // n)[1] * num_rows % n
         low, high = n - num_rows - residue, n - 1 - residue
-        epochs_ahead = 0 if low <= 0 else _first_multiple_within(step, n, low, high)
-        if epoch % n + epochs_ahead < n and epochs_ahead >= 0:
-            return epoch + epochs_ahead
+        epochs_to_row = 0 if low <= 0 else _first_multiple_within(step, n, low, high)
+        if epoch % n + epochs_to_row < n and epochs_to_row >= 0:
+            return epoch + epochs_to_row
         epoch += n - epoch % n  # none in the rest of this round, and some in each
     return epoch
 
@@ -55,8 +55,8 @@ def _first_multiple_within(factor: int, modulus: int, low: int, high: int) -> in
     first_index = -(-low // factor)
     if first_index * factor <= high:
         return first_index
-    num_wraps = _first_multiple_within(modulus % factor, factor, -high % factor, -low % factor)
-    return -1 if num_wraps < 0 else -(-(low + modulus * num_wraps) // factor)
+    modulus_wraps = _first_multiple_within(modulus % factor, factor, -high % factor, -low % factor)
+    return -1 if modulus_wraps < 0 else -(-(low + modulus * modulus_wraps) // factor)
 
 
 def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:

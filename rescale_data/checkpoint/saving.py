@@ -16,7 +16,7 @@ from rescale_data.checkpoint.ranks import Ranks, error_with_advice
 from rescale_data.checkpoint.state import State, entries_of, state_dict_of
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import ONLY_STEP, SaveId
-from rescale_data.checkpoint.storage.commit import Ownership, prepare_target
+from rescale_data.checkpoint.storage.commit import Ownership, require_free_target
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
@@ -114,7 +114,7 @@ def write_checkpoint(
     begun_save: SaveId | None = None
 
     def begin_new_save() -> SaveId:
-        prepare_target(store, final_path, overwrite=overwrite)
+        require_free_target(store, final_path, overwrite=overwrite)
         ownerships.append(run or Ownership(store, final_path, has_one_checkpoint=True))
         return ownerships[0].begin_save(step_name)
 

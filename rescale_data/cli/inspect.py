@@ -56,8 +56,8 @@ def summarize(path: StrPath) -> dict[str, Any]:
     """
 
     def summary(reader: CheckpointReader) -> dict[str, Any]:
-        loaders = [".".join(root) for root in data_state_paths(reader.contents.paths.values())]
-        data = {name: summarize_data(decode(read_data_state(path, name=name))) for name in loaders}
+        loader_names = [".".join(root) for root in data_state_paths(reader.contents.paths.values())]
+        data = {name: summarize_data(decode(read_data_state(path, name=name))) for name in loader_names}
         checkpoint, entries = _describe_checkpoint(reader.store, reader.path), _summarize_entries(reader.contents)
         return {"checkpoint": checkpoint, "entries": entries, "data": data}
 

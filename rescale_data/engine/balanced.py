@@ -34,7 +34,7 @@ from rescale_data.state import Ints
 STEP_WEIGHT = "step_weight"
 
 
-def keep_samples(samples: list[Any]) -> list[Any]:
+def leave_uncollated(samples: list[Any]) -> list[Any]:
     """Return the list of samples unchanged: a ``collate_fn`` that defers collation until the samples have been balanced."""
     return samples
 
@@ -62,7 +62,7 @@ class _Step:
     failure: Exception | None = None
 
 
-_ArrangedBatch: TypeAlias = tuple[list[Any], Ints, int]
+_PlannedBatch: TypeAlias = tuple[list[Any], Ints, int]
 """The samples of a micro batch that this rank computes, their measures as in `_Step`, and the weight of the global batch."""
 
 
@@ -70,7 +70,7 @@ class BalancedFeed(WrappedFeed):
     """A feed that makes the micro batches of balanced steps, from samples that this rank and other ranks have read.
 
     Args:
-        feed: Makes micro batches that are lists of samples (`keep_samples`).
+        feed: Makes micro batches that are lists of samples (`leave_uncollated`).
     """
 
     def __init__(self, feed: BatchFeed, setup: LoaderSetup, balance: Balance) -> None:
@@ -125,9 +125,9 @@ class BalancedFeed(WrappedFeed):
         batches_per_step = segment.layout.gradient_accumulation_steps
         step = _Step(segment, self._u, self._u + batches_per_step - self._u % batches_per_step)
         self._read_samples(step, exchanges)
-        arranged_batches = exchanges.run_exchange(lambda: self._exchange_samples(step, exchanges))
+        planned_batches = exchanges.run_exchange(lambda: self._exchange_samples(step, exchanges))
         self._u = step.stop_batch
-        batches = [self._collate_batch(*arranged, segment) for arranged in arranged_batches]
+        batches = [self._collate_batch(*planned, segment) for planned in planned_batches]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
 
@@ -138,16 +138,16 @@ class BalancedFeed(WrappedFeed):
                 if exchanges.is_stopped:
                     raise NoSamplesLeft
                 step.micro_batches.append(self.feed.next())
-            sample_numbers = [
+            measure_rows = [
                 (*self._balance.measure(sample), shard, sample_index < batch.num_real)
                 for batch in step.micro_batches
                 for sample_index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
-            step.measures = np.array(sample_numbers, dtype=np.int64)
+            step.measures = np.array(measure_rows, dtype=np.int64)
         except Exception as error:
             step.failure = error
 
-    def _exchange_samples(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
+    def _exchange_samples(self, step: _Step, exchanges: Exchanges) -> list[_PlannedBatch]:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
         samples_before = int(step.segment.samples_before(step.first_batch).sum())
         is_last = step.stop_batch == step.segment.stop

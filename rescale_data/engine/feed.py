@@ -78,7 +78,7 @@ class InProcessFeed(BatchFeed):
         self.runner = runner
         self._make: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
         self._collate, self._draw = collate, self._make
-        self._batch_shards: BatchShardsFunction | None = None
+        self._shards_of_batch: BatchShardsFunction | None = None
         self._segment: EpochSegment | None = None
         self._u, self._micro_batch_stride, self._pads_tail = 0, 1, False
         self._make_seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
@@ -87,21 +87,21 @@ class InProcessFeed(BatchFeed):
         """Begin to produce every ``micro_batch_stride``-th micro batch of a segment from number ``first_batch`` on."""
         self.runner.load(table, segment.histories)
         self._segment, self._u, self._micro_batch_stride = segment, first_batch, micro_batch_stride
-        self._batch_shards, self._pads_tail = segment.batch_shards_function(table), segment.pads
+        self._shards_of_batch, self._pads_tail = segment.batch_shards_function(table), segment.pads
         self._draw = partial(self._look_ahead, segment.num_samples) if isinstance(segment, LookAhead) else self._make
 
     def next(self) -> MicroBatch:
         start_time, u = time.perf_counter(), self._u
         # After an error the rows are past what was delivered
-        batch_shards, self._batch_shards = self._batch_shards, None
+        batch_shards, self._shards_of_batch = self._shards_of_batch, None
         if batch_shards is None or self._segment is None:
             raise NoSamplesLeft
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
-            self.runner.serve(self._segment.served_shards(u))
+            self.runner.serve_shards(self._segment.served_shards(u))
         batch = self._draw(batch_shards(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid_mask(batch.batch, batch.num_real, len(batch.shards)))
-        self._batch_shards, self._u = batch_shards, u + self._micro_batch_stride
+        self._shards_of_batch, self._u = batch_shards, u + self._micro_batch_stride
         self._make_seconds += time.perf_counter() - start_time
         return batch
 
@@ -112,7 +112,7 @@ class InProcessFeed(BatchFeed):
         return {"batches_ready": 0.0, **by_name(read_counters().values)}
 
     def close(self) -> None:
-        self._batch_shards = None
+        self._shards_of_batch = None
 
     def _look_ahead(self, num_samples: int, shard: Any, _: Collate | None) -> Any:
         return *self.runner.look_ahead(shard, num_samples), self.runner.table[shard].copy()

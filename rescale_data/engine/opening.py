@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rescale_data.engine.balance import Balance
-from rescale_data.engine.balanced import BalancedFeed, keep_samples
+from rescale_data.engine.balanced import BalancedFeed, leave_uncollated
 from rescale_data.engine.collate import pin
 from rescale_data.engine.feed import BatchFeed, FunctionFeed, InProcessFeed, InThreadFeed
 from rescale_data.engine.options import Options
@@ -54,7 +54,7 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
 def _balanced_feed(setup: LoaderSetup, balance: Balance) -> BatchFeed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     options = setup.options
-    feed = _reading_feed(setup, replace(options, collate_fn=keep_samples), pin_memory=False)
+    feed = _reading_feed(setup, replace(options, collate_fn=leave_uncollated), pin_memory=False)
     if options.batches_ahead and not options.num_workers:
         feed = InThreadFeed(feed, max(options.batches_ahead, setup.layout.gradient_accumulation_steps))
     return BalancedFeed(feed, setup, balance)

@@ -140,11 +140,11 @@ class CallsSharedWithPeers:
         except Exception as error:
             self._send(RESULT, call_text, _NO_COUNTS, to_bytes((BatchCounts.of(loader), None, to_picklable(error))))
             raise
-        batch_counts = _NO_COUNTS
+        header_counts = _NO_COUNTS
         if message_kind != RESULT:
             stream: Stream = loader._own_stream
-            batch_counts = stream.step, stream.epoch, stream.last_batch_samples, stream.epoch_ended
-        self._send(message_kind, call_text, batch_counts, packed_value)
+            header_counts = stream.step, stream.epoch, stream.last_batch_samples, stream.epoch_ended
+        self._send(message_kind, call_text, header_counts, packed_value)
         return value
 
     def _send(self, kind: int, call_text: str, counts: tuple[int, ...], packed_value: PackedBytes) -> None:

@@ -36,7 +36,7 @@ class ShardRunner:
     A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
 
     Attributes:
-        is_serving: True from `serve` until `release_cache` or `load`.
+        is_serving: True from `serve_shards` until `release_cache` or `load`.
         draw_in_workers: Makes worker processes look ahead in some shards, from the positions in a table (`LookAhead`).
     """
 
@@ -66,14 +66,14 @@ class ShardRunner:
         self.table[:], self.is_serving = table, False
         self._active_nodes, self._cached_batches = [None] * len(table), {}
 
-    def serve(self, shards: Ints) -> None:
+    def serve_shards(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
         self.is_serving = True
         record_served_shards(self, self.schema.sources().values(), shards.tolist())
         self.schema.prefetch_shards(self.table, shards)
 
     def release_cache(self) -> None:
-        """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve`."""
+        """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve_shards`."""
         self.is_serving = False
         record_served_shards(self, (), ())
 

@@ -76,7 +76,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     _check_epoch(setup)
     _check_steps_per_epoch(setup)
     _check_sources(setup)
-    _check_shards(setup)
+    _compare_shards(setup)
     _warn_if_rows_unverified(setup)
     compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.with_new_loader(
@@ -214,7 +214,7 @@ def _check_sources(setup: LoaderSetup) -> None:
             node.check_cache(-(-num_owned_shards // layout.workers_per_rank), layout.num_workers)
 
 
-def _check_shards(setup: LoaderSetup) -> None:
+def _compare_shards(setup: LoaderSetup) -> None:
     """Raise if logical shards begin in different states; warn if each opens its own sources."""
     layout, sources = setup.layout, setup.schema.sources()
     if layout.num_logical_shards < 2:

@@ -56,8 +56,8 @@ class AlignedBatchShards:
         u %= self._micro_batches_per_period
         batch_shards = self._by_micro_batch.get(u)
         if batch_shards is None:
-            new_shards = self._compute_batch_shards(u)
-            batch_shards = self._by_micro_batch[u] = self._by_first_shard.setdefault(new_shards.shards[0], new_shards)
+            computed = self._compute_batch_shards(u)
+            batch_shards = self._by_micro_batch[u] = self._by_first_shard.setdefault(computed.shards[0], computed)
         return batch_shards
 
     def _compute_batch_shards(self, u: int) -> BatchShards:

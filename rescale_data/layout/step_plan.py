@@ -155,15 +155,15 @@ class StepPlan:
         np.add.at(pair_tokens, pair_index, self.tokens)
         groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-pair_tokens, kind="stable")], self.num_ranks)
         rank = np.full(len(cost_tier_of_group), -1, dtype=np.int64)
-        is_free = np.ones((len(cost_tier_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
+        is_rank_free = np.ones((len(cost_tier_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _is_first(groups) & _is_first(cost_tier_of_group[groups] * self.num_ranks + candidate_ranks)
-            rank[groups[is_match]] = candidate_ranks[is_match]
-            is_free[cost_tier_of_group[groups[is_match]], candidate_ranks[is_match]] = False
-            is_possible = (rank[groups] < 0) & is_free[cost_tier_of_group[groups], candidate_ranks]
+            is_chosen = _is_first(groups) & _is_first(cost_tier_of_group[groups] * self.num_ranks + candidate_ranks)
+            rank[groups[is_chosen]] = candidate_ranks[is_chosen]
+            is_rank_free[cost_tier_of_group[groups[is_chosen]], candidate_ranks[is_chosen]] = False
+            is_possible = (rank[groups] < 0) & is_rank_free[cost_tier_of_group[groups], candidate_ranks]
             groups, candidate_ranks = groups[is_possible], candidate_ranks[is_possible]
         unassigned = np.flatnonzero(rank < 0)
-        rank[unassigned[np.argsort(cost_tier_of_group[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
+        rank[unassigned[np.argsort(cost_tier_of_group[unassigned], kind="stable")]] = np.nonzero(is_rank_free)[1]
         return rank[group_of_sample]
 
 

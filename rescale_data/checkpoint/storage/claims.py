@@ -82,12 +82,12 @@ class Claims:
     Args:
         all_owners: All owners, in order.
         last_owner: The owner of the newest finished claim.
-        accepts: The folders of the saves that this claim accepts, by the name of the step.
+        accepted: The folders of the saves that this claim accepts, by the name of the step.
     """
 
     all_owners: Collection[OwnerId] = ()
     last_owner: OwnerId | None = None
-    accepts: Mapping[str, str] = field(default_factory=dict[str, str])
+    accepted: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def read(cls, store: Store, folder: str, *, excluded_owner: OwnerId | None = None) -> Self:
@@ -95,7 +95,7 @@ class Claims:
         all_owners = list_owners(store, folder)
         for owner in reversed(all_owners):
             if owner != excluded_owner and (accepted_saves := read_claim(store, folder, owner)["accepts"]) is not None:
-                return cls(all_owners=all_owners, last_owner=owner, accepts=accepted_saves)
+                return cls(all_owners=all_owners, last_owner=owner, accepted=accepted_saves)
         return cls(all_owners=all_owners)
 
 
@@ -144,7 +144,7 @@ def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str])
             for save in saves
             if save.owner == claims.last_owner
             or save.owner not in claims.all_owners
-            or (save.folder == claims.accepts.get(step_name) and not save.is_deletion)
+            or (save.folder == claims.accepted.get(step_name) and not save.is_deletion)
         ]
     for claims, _ in claims_and_steps:
         if newest_saves := [save for save in saves if save.owner == claims.last_owner]:

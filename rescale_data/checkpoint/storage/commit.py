@@ -78,7 +78,7 @@ class Ownership:
         if saves_in_folder and run_and_step(path)[1] != ONLY_STEP:
             newest_owner = Claims.read(store, run_and_step(path)[0]).last_owner
             if any(save.owner == newest_owner for save in saves_in_folder):
-                raise _manager_error(path)
+                raise _managed_step_error(path)
         earlier_owners = list_owners(store, path)
         self._supersede(earlier_owners, wait)
         owner_numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in saves_in_folder]
@@ -120,7 +120,8 @@ class Ownership:
         self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._steps_to_restore)}
         self._put_claim()
         self.check_not_superseded()
-        self._claims = Claims(all_owners=self._claims.all_owners, last_owner=self.owner, accepts=self._claim["accepts"])
+        all_owners, accepted = self._claims.all_owners, self._claim["accepts"]
+        self._claims = Claims(all_owners=all_owners, last_owner=self.owner, accepted=accepted)
         if not self._holds_one_checkpoint:
             self.store.mkdir(join(self.path, LEASES))
             self._leases.append(Lease(self.store.file_system, self._lease_path(self.owner), {"owner": str(self.owner)}))
@@ -170,7 +171,7 @@ class Ownership:
         self._put_claim()
         self.check_not_superseded()
         if self._holds_one_checkpoint and find_save(store, final_path) != save:
-            raise _manager_error(final_path)
+            raise _managed_step_error(final_path)
         self._record_save(step_name, save)
         with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final_path, METADATA), store.read(join(final_path, save.folder, METADATA)))
@@ -366,7 +367,7 @@ class Ownership:
         return SaveId(self.owner, self._num_saves)
 
 
-def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
+def require_free_target(store: Store, path: str, *, overwrite: bool) -> None:
     """Raise `ValueError` unless ``path`` may be saved to; replace a link to a folder by a folder of links to the files."""
     if not (store.is_link(path) and overwrite):
         if store.is_file(path):
@@ -380,7 +381,7 @@ def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
         elif foreign := [name for name in names if not _is_name_of_ours(name)]:
             raise ValueError(f"{path} holds {foreign[:3]} and is no checkpoint; it is not replaced. Give another path.")
     if store.is_link(path):
-        _link_files(store, path)
+        _replace_link_by_links(store, path)
 
 
 def _is_name_of_ours(name: str) -> bool:
@@ -394,7 +395,7 @@ def metrics_of(store: Store, path: str, save: SaveId) -> dict[str, float]:
     return {}
 
 
-def _link_files(store: Store, link_path: str) -> None:
+def _replace_link_by_links(store: Store, link_path: str) -> None:
     target_folder, temporary_folder = os.path.realpath(link_path), f"{link_path}.{uuid.uuid4().hex[:12]}.tmp"
     store.mkdir(temporary_folder)
     for name in store.names(target_folder):
@@ -413,7 +414,7 @@ def _put_with_retry(store: Store, path: str, content: bytes) -> None:
         store.put(path, content)
 
 
-def _manager_error(path: str) -> SupersededError:
+def _managed_step_error(path: str) -> SupersededError:
     return SupersededError(
         f"{path} is a step that the manager of its run has saved: another save of it does not count. Give another path."
     )

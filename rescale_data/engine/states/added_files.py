@@ -42,7 +42,7 @@ def join_added_files(stream: Stream, growth: Growth, table: Ints, formats: Versi
     schema, paths = stream.schema, list(growth.added_files)
     epochs_read = _last_epochs_read(stream, table, {**growth.all_histories(schema), **formats}, paths)
     paths_and_epochs = zip(paths, epochs_read, strict=True)
-    epochs = {path: max(_next_epoch(schema, table, path), epoch + 1) for path, epoch in paths_and_epochs}
+    epochs = {path: max(_first_undrawn_epoch(schema, table, path), epoch + 1) for path, epoch in paths_and_epochs}
     if any((reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     for path, added in growth.added_files.items():
@@ -110,7 +110,7 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
     return begun_nodes
 
 
-def _next_epoch(schema: Schema, table: Ints, path: str) -> int:
+def _first_undrawn_epoch(schema: Schema, table: Ints, path: str) -> int:
     """Return the first epoch of a source in which no logical shard has drawn a row."""
     epochs_and_rows = reader_positions(schema, table, path)
     return int((epochs_and_rows[:, 0] + (epochs_and_rows[:, 1] > 0)).max())

@@ -56,7 +56,7 @@ def local_state_dict(cursor: Cursor, ends: EpochEndFinder) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
     if ends.ranks.world_size == 1:
         return state_dict(cursor, ends)
-    _refuse_simulated(ends)
+    _refuse_simulated_ranks(ends)
     _require_saveable(ends)
     return {TABLE: OneRankTable(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
 
@@ -137,9 +137,9 @@ class UnsavableHeader(str):
     reason: str
 
     def __new__(cls, header: str, reason: str) -> UnsavableHeader:
-        unsavable = super().__new__(cls, header)
-        unsavable.reason = reason
-        return unsavable
+        header_that_raises = super().__new__(cls, header)
+        header_that_raises.reason = reason
+        return header_that_raises
 
     def raise_reason(self) -> NoReturn:
         raise DataStateError(self.reason)
@@ -153,7 +153,7 @@ def _why_unsavable(cursor: Cursor, ends: EpochEndFinder) -> str:
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
-    _refuse_simulated(ends)
+    _refuse_simulated_ranks(ends)
     _require_saveable(ends)
     ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
     gathered = ranks.for_purpose("save").gather_ints([clock.samples, digest(clock.skipped)])
@@ -172,7 +172,7 @@ def _require_saveable(ends: EpochEndFinder) -> None:
         source.require_saveable()
 
 
-def _refuse_simulated(ends: EpochEndFinder) -> None:
+def _refuse_simulated_ranks(ends: EpochEndFinder) -> None:
     if ends.ranks.simulated:
         raise ValueError(
             f"state_dict() needs the rows of all {ends.ranks.world_size} dp ranks, but there is no process group (dp_rank= "
