@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.steps import loader_at
 
 CPU = torch.device("cpu")
 FLAT: list[nn.Module] = []
@@ -76,7 +76,7 @@ class Training:
         torch.manual_seed(seed)
         self.model = wrap(Plain(), how)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 * (seed + 1))
-        self.loader = loader or StandInLoader()
+        self.loader = loader or loader_at()
         self.extra = {"tensor": torch.zeros(3), "list": [0], "note": f"seed {seed}"}
 
     @property
@@ -90,7 +90,7 @@ class Training:
 
     def step(self, steps: int = 1) -> None:
         for _ in range(steps):
-            self.loader.advance()
+            self.loader.skip(4)
             self.learn()
 
     def learn(self) -> None:

@@ -24,7 +24,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import LoadReport
 from rescale_data.checkpoint.convert.safetensors import INDEX_FILE, NON_TENSORS_FILE
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.steps import loader_at
 from tests.states import opened
 
 DTYPES = torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn
@@ -33,7 +33,7 @@ HALF = torch.ones(4, dtype=torch.bfloat16)[::2]
 
 def build(steps):
     torch.manual_seed(steps)
-    model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), StandInLoader(step=steps)
+    model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), loader_at(steps)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         model(torch.randn(3, 6)).sum().backward()
@@ -268,7 +268,7 @@ watched(checkpoint.from_safetensors, "st", "c3")
 
 
 def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path):
-    state = {"loader": StandInLoader(), "t": {str(n): torch.full((1_000_000,), float(n)) for n in range(40)}}
+    state = {"loader": loader_at(), "t": {str(n): torch.full((1_000_000,), float(n)) for n in range(40)}}
     checkpoint.save(tmp_path / "c", state)
     command = [sys.executable, "-c", BOUNDED, str(tmp_path), str(64 << 20)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

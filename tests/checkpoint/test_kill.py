@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import save_of
-from tests.checkpoint.stand_in import state_at
+from tests.checkpoint.steps import state_at
 
 context = multiprocessing.get_context("forkserver")
 KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))

@@ -25,7 +25,7 @@ from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.cli import inspect
 from rescale_data.errors import DamagedCheckpointError
 from tests.checkpoint.models import Training
-from tests.checkpoint.stand_in import StandInLoader, data, flip
+from tests.checkpoint.steps import data, flip, loader_at
 from tests.distributed.ranks import run_ranks
 
 MODES = ["disabled", "thread"]
@@ -300,7 +300,7 @@ def test_whatever_reads_a_checkpoint_keeps_it_from_retention(tmp_path, monkeypat
     """Each file is read while step 1 has a lease, and a manager that wants to delete it leaves it."""
     path, opened, leases = tmp_path / "run" / "step-1", [], tmp_path / "run" / ".leases"
     with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
-        manager.save(1, {"a": torch.ones(3), "loader": StandInLoader()})
+        manager.save(1, {"a": torch.ones(3), "loader": loader_at()})
         manager._wait_until_idle()
         open_read = DiskStore.open_read
 

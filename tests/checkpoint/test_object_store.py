@@ -15,7 +15,7 @@ import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from tests.checkpoint.object_server import BUCKET, no_fault, serving
-from tests.checkpoint.stand_in import state_at
+from tests.checkpoint.steps import state_at
 from tests.states import opened
 
 

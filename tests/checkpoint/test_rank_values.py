@@ -16,7 +16,7 @@ from torch import nn
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, PerRank
-from tests.checkpoint.stand_in import StandInLoader, data, flip
+from tests.checkpoint.steps import data, flip, loader_at
 from tests.distributed.ranks import fails, run_ranks
 from tests.distributed.segments import Logged
 
@@ -136,7 +136,7 @@ def fail_on_rank_one(folder):
     fails("'loss'", checkpoint.save, f"{folder}/c", {"loader": loader}, metrics=metrics)
     fails("no state", checkpoint.load, path, {**unsavable, "loader": loader})
     fails("no load", checkpoint.load, path, {**unloadable, "loader": loader})
-    fails("a name of its own", checkpoint.load, path, {"value": [StandInLoader()] if is_odd else unloadable["value"]})
+    fails("a name of its own", checkpoint.load, path, {"value": [loader_at()] if is_odd else unloadable["value"]})
     words = r"missing in the checkpoint: rank.2, a int64 tensor of shape \[100\] in the state \(on rank 1\)"
     fails(words, checkpoint.load, ranks, {"rank": {f"{2 * is_odd}": own}})
     if is_odd:
@@ -151,7 +151,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path):
 
 
 def own(rank):
-    loader = StandInLoader(step=rank + 1)
+    loader = loader_at(rank + 1)
     tensor = PerRank(torch.full((2,), float(rank)))
     return {"tensor": tensor, "plain": PerRank(("rng", rank)), "loader": PerRank(loader), "w": 1}
 

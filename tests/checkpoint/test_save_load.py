@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, LoadReport
 from tests.checkpoint.models import Training, mesh
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.steps import loader_at
 from tests.distributed.ranks import fails, run_ranks
 from tests.states import opened
 
@@ -137,15 +137,15 @@ def test_keys_that_are_no_strings_come_back_and_are_saved_again(tmp_path):
 def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_that_is_not_strict(tmp_path):
     given, other = nn.Linear(3, 4), nn.Linear(3, 4)
     other.register_parameter("extra", nn.Parameter(torch.full((2,), 9.0)))
-    saved = {"model": given, "net": nn.Linear(3, 4), "loader": StandInLoader(8), "half": torch.zeros(2), "number": 3}
+    saved = {"model": given, "net": nn.Linear(3, 4), "loader": loader_at(0, 8), "half": torch.zeros(2), "number": 3}
     checkpoint.save(tmp_path / "c", {**saved, "a": 1, "b": 2})
     unfit = {"half": torch.zeros(2, dtype=torch.float16), "number": torch.zeros(()), "gone": 1}
-    state = {"model": other, "net": nn.Sequential(nn.Linear(3, 5)), "loader": StandInLoader(12), **unfit, "a": 0}
+    state = {"model": other, "net": nn.Sequential(nn.Linear(3, 5)), "loader": loader_at(0, 12), **unfit, "a": 0}
     with pytest.raises(ValueError, match="nothing was loaded") as caught:
         checkpoint.load(tmp_path / "c", state)
     for words in (
         *("missing in the checkpoint: net.0.weight", "missing in the checkpoint: gone", "not asked for: net.weight"),
-        *("half, a float32 tensor of shape [2] in the checkpoint, a float16", "[8, 5]", "[12, 5]"),
+        *("half, a float32 tensor of shape [2] in the checkpoint, a float16", "[8, 6]", "[12, 6]"),
         *("number, a plain value in the checkpoint", "'net' (2 values)", "num_logical_shards is fixed for a whole run"),
     ):
         assert words in str(caught.value)
@@ -156,7 +156,7 @@ def test_everything_that_does_not_fit_is_in_one_error_and_left_out_by_a_load_tha
     assert report.not_asked == ("b",)
     assert torch.equal(other.weight, given.weight)
     assert torch.equal(other.extra, torch.full((2,), 9.0))
-    assert state["loader"].loaded is None, "a Stateful is loaded whole or not at all"
+    assert state["loader"].step == 0, "a Stateful is loaded whole or not at all"
     assert (state["a"], state["gone"]) == (1, 1)
 
 
@@ -192,14 +192,14 @@ def test_a_load_replaces_plain_values_and_changes_none(tmp_path):
 
 
 def test_read_data_state(saved, tmp_path):
-    expected = StandInLoader(step=3)
+    expected = loader_at(3)
     for how in WRAPPINGS:
         state = checkpoint.read_data_state(saved[how][0])
         assert state.keys() == expected.state_dict().keys()
-        assert torch.equal(state["table"], expected.table())
+        assert torch.equal(state["table"], expected.state_dict()["table"])
         header, wanted = opened(state), opened(expected.state_dict())
         assert (header["step"], header["samples"], header["pipeline"]) == (3, 12, wanted["pipeline"])
-    checkpoint.save(tmp_path / "two", {"train": StandInLoader(), "eval": {"loader": StandInLoader(4)}})
+    checkpoint.save(tmp_path / "two", {"train": loader_at(), "eval": {"loader": loader_at(0, 4)}})
     with pytest.raises(ValueError, match=r"\['eval.loader', 'train'\]"):
         checkpoint.read_data_state(tmp_path / "two")
     with pytest.raises(ValueError, match=r"\['eval.loader', 'train'\], and none is named 'loader'"):
@@ -236,8 +236,8 @@ NOT_SAVED = {
         ValueError,
         r"\['a.b.c'\] are each.*without dots",
     ),
-    "a loader below a number": (lambda: {"a": {"b": {3: StandInLoader()}}}, TypeError, "a name of its own"),
-    "a loader in a list": (lambda: {"loaders": [StandInLoader()]}, TypeError, "a name of its own"),
+    "a loader below a number": (lambda: {"a": {"b": {3: loader_at()}}}, TypeError, "a name of its own"),
+    "a loader in a list": (lambda: {"loaders": [loader_at()]}, TypeError, "a name of its own"),
     "an optimizer alone": (lambda: {"opt": SGD(nn.Linear(1, 1).parameters())}, ValueError, "Put its model into the"),
     "a number of an optimizer": (numbered, TypeError, r"'opt' has \['steps'\].*param_groups\[0\]\['steps'\]"),
 }

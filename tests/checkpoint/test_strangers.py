@@ -20,7 +20,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import readers
 from rescale_data.checkpoint.storage.store import DiskStore
-from tests.checkpoint.stand_in import data, manifest
+from tests.checkpoint.steps import data, manifest
 
 STATE = {"w": torch.ones(3)}
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from tests.checkpoint.stand_in import StandInLoader, data, flip
+from tests.checkpoint.steps import data, flip, loader_at
 
 pytest.importorskip("typer", reason="needs the extra cli")
 
@@ -53,7 +53,7 @@ def steps_in(folder):
 @pytest.fixture
 def run_folder(tmp_path):
     torch.manual_seed(0)
-    model, loader = nn.Linear(4, 3), StandInLoader()
+    model, loader = nn.Linear(4, 3), loader_at(num_rows=36)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "loader": loader}
     with CheckpointManager(tmp_path / "run", keep_latest=None, async_mode="disabled") as manager:
@@ -61,7 +61,7 @@ def run_folder(tmp_path):
             manager.save(step, state, metrics={"val_loss": 3 - step / 10})
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
-            loader.advance(5)
+            loader.skip(5 * 4)
     return tmp_path / "run"
 
 
@@ -76,16 +76,15 @@ def test_ls(run_folder, tmp_path):
     assert read("ls", tmp_path / "odd")[0]["metrics"] == {"loss": None, "gain": None, "rate": 0.5}
 
 
-def test_show(run_folder, tmp_path):
+def test_show(run_folder):
     text = call("show", run_folder / "step-20")
-    parts = ("model", "optimizer", "float32", "80 samples, 20 global batches", "12 logical shards", "source   2", "█")
+    parts = ("model", "optimizer", "float32", "80 samples, 20 global batches", "12 logical shards")
     assert all(part in text for part in parts)
+    assert f"data     1 to 2  122.2% (100.0% to 133.3%)  {'██▆' * 4}" in text
     summary = read("show", run_folder / "step-20")
     assert summary["entries"]["model"]["elements"] == 15
-    assert summary["data"]["loader"]["shards"] == [20] * 12
-    assert summary["data"]["loader"]["epochs"] == {"source": [2, 2]}
-    save(tmp_path / "c", {"loader": rd.DataLoader(range(40), global_batch_size=4, dp_rank=0, dp_world_size=1)})
-    assert "data     0      0.0%" in call("show", tmp_path / "c"), "of a single source, which has no name in the state"
+    assert summary["data"]["loader"]["shards"] == [7, 7, 6] * 4
+    assert summary["data"]["loader"]["epochs"] == {"": [1, 2]}, "of a single source, which has no name in the state"
 
 
 def test_verify(run_folder):
@@ -236,8 +235,8 @@ def test_a_page_of_a_checkpoint_and_of_a_run(run_folder, tmp_path):
     assert "page.html" in call("show", step, "--html", page).replace("\n", "")
     text = page.read_text()
     assert "80 samples, 20 global batches, 12 logical shards" in text
-    assert re.search("samples +20 to 20 +█{12}", text)
-    assert "▁▂▃" in text, "each logical shard is at another row of the source"
+    assert re.search("samples +6 to 7 +(██▇){4}", text)
+    assert re.search("data +1 to 2 .*(██▆){4}", text), "logical shards are at other rows of the source"
     assert "http" not in text
     assert "No checkpoint" in call("show", tmp_path / "none", "--html", page, code=2)
     assert "No such file" in call("show", step, "--html", tmp_path / "none" / "page.html", code=2)

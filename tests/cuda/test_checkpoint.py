@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.steps import loader_at
 
 WIDTH = 1024
 BUSY = 200_000_000  # cycles that the device is behind: 0.1 s
@@ -32,7 +32,7 @@ class Training:
         if how == "fsdp2":
             fully_shard(self.model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.loader = StandInLoader()
+        self.loader = loader_at()
         self.extra = {"tensor": torch.zeros(3, device=device)}
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -60,7 +60,7 @@ class Training:
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(value)
 
     def step(self) -> None:
-        self.loader.advance()
+        self.loader.skip(4)
         self.model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
