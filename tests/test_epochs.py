@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
+from torchdata.nodes import Loader
 
 import rescale_data as rd
 from rescale_data.engine.ends import STEPS_PER_REMAINDER_ROUND
@@ -173,90 +173,29 @@ def test_a_skip_of_whole_epochs_reads_nothing_and_costs_a_few_calls_each(
     assert all(a["row"].equal(b["row"]) for a, b in zip(skipped, taken, strict=True))
 
 
-class TestUnderTorchdata:
-    """Nodes of torchdata above `LogicalShards`, saved at every batch of three epochs and at every end."""
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_loader_that_returns_old_states_is_warned_about(restart: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """After a load of a state of an epoch's end: torchdata 0.11 keeps that state where it begins the next epoch itself."""
 
-    ABOVE: Mapping[str, Callable[[Any], Any]] = {
-        "nothing": lambda node: node,
-        "Prefetcher, few snapshots": lambda node: Prefetcher(node, prefetch_factor=4, snapshot_frequency=3),
-        "Mapper of Unbatcher": lambda node: Mapper(Unbatcher(node), str),
-    }
+    def make() -> Loader[Any]:
+        shards = rd.LogicalShards(rows_of, num_logical_shards=N, global_batch_size=10, repeat=False)
+        return Loader(shards, restart_on_stop_iteration=restart)
 
-    @pytest.mark.parametrize("above", ABOVE)
-    def test_epochs_follow_each_other_wherever_it_was_saved(self, above: str) -> None:
-        def make() -> Loader[Any]:
-            shards = rd.LogicalShards(rows_of, num_logical_shards=N, global_batch_size=10, repeat=False)
-            return Loader(self.ABOVE[above](shards))
-
-        loader, epochs, states = make(), [], []
-        for epoch in range(EPOCHS):
-            taken: list[str] = []
-            for item in loader:
-                taken.append(str(item))
-                states.append((epoch, len(taken), loader.state_dict()))
-            epochs.append(taken)
-            states.append((epoch, len(taken), loader.state_dict()))
-        assert len({tuple(taken) for taken in epochs}) == EPOCHS
-        for epoch, count, state in states[:: 4 if "Unbatcher" in above else 1]:
-            again = make()
-            again.load_state_dict(state)
-            rest = [str(item) for item in again]
-            following = [epochs[epoch][count:], *epochs[epoch + 1 :]]
-            if not following[0]:  # torchdata's Loader begins the next epoch at once
-                following = following[1:]
-            for expected in following:
-                assert rest == expected, (above, epoch, count)
-                rest = [str(item) for item in again]
-
-    @pytest.mark.parametrize("restart", [True, False])
-    def test_a_loader_that_returns_old_states_is_warned_about(
-        self, restart: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """After a load of a state of an epoch's end: torchdata 0.11 keeps that state where it begins the next epoch itself."""
-
-        def make() -> Loader[Any]:
-            shards = rd.LogicalShards(rows_of, num_logical_shards=N, global_batch_size=10, repeat=False)
-            return Loader(shards, restart_on_stop_iteration=restart)
-
-        loader, again = make(), make()
-        list(loader)
-        again.load_state_dict(loader.state_dict())
-        whole = list(again)
-        if not restart:
-            assert not whole
-            batches = iter(again)
-            next(batches)
-            third = make()
-            third.load_state_dict(again.state_dict())
-            assert str(list(batches)) == str(list(third))
-        assert ("restart_on_stop_iteration=False" in caplog.text) == restart
+    loader, again = make(), make()
+    list(loader)
+    again.load_state_dict(loader.state_dict())
+    whole = list(again)
+    if not restart:
+        assert not whole
+        batches = iter(again)
+        next(batches)
+        third = make()
+        third.load_state_dict(again.state_dict())
+        assert str(list(batches)) == str(list(third))
+    assert ("restart_on_stop_iteration=False" in caplog.text) == restart
 
 
 class TestStepsPerEpoch:
-    @pytest.mark.parametrize(("repeat", "kind"), [(True, "rows"), (False, "filtered")])
-    @pytest.mark.parametrize("loop", LOOPS)
-    def test_an_epoch_is_so_many_steps_wherever_it_was_saved(self, loop: str, repeat: bool, kind: str) -> None:
-        def make() -> rd.DataLoader:
-            sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": N, "steps_per_epoch": 7}
-            return rd.DataLoader(PIPELINES[kind][0], **sizes, repeat=repeat, seed=3)
-
-        whole = make()
-        expected, saves = [], []
-        for epoch, rows in train(whole, loop, 0, 1):
-            expected.append((epoch, rows))
-            saves.append((epoch, whole.state_dict()))
-        assert Counter(epoch for epoch, rows in expected if rows) == dict.fromkeys(range(EPOCHS), 14)
-        assert whole.step == 7 * EPOCHS
-        for num, (epoch, state) in enumerate(saves, 1):
-            loader = make()
-            loader.load_state_dict(state)
-            if loop == "own" and num % 15 == 14:  # a state there is the beginning of the next epoch
-                next(iter(loader))
-                assert loader.epoch == epoch + 1
-            else:
-                rest = [each for each in train(loader, loop, epoch, 1) if each[1]]
-                assert rest == [each for each in expected[num:] if each[1]], num
-
     def test_what_it_says_of_itself(self) -> None:
         loader = rd.DataLoader(
             filtered, global_batch_size=4, micro_batch_size=2, num_logical_shards=N, steps_per_epoch=15

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rescale_data.layout.batch_shards import AlignedBatchShards, UnalignedBatchShards
 from rescale_data.layout.layout import Layout
-from rescale_data.nodes.mixture.circle import CIRCLE, arcs, weight_circle_of
+from rescale_data.nodes.mixture.circle import arcs, weight_circle_of
 from rescale_data.nodes.mixture.lengths import TokenWeightArcs
 from rescale_data.state import Ints
 
@@ -24,9 +24,6 @@ WEIGHTS = {
     "power20": tuple(1 / (k + 1) for k in range(20)),
     "power200": tuple(1 / (k + 1) for k in range(200)),
 }
-weights = st.sampled_from(list(WEIGHTS.values())) | st.lists(
-    st.sampled_from([0, 1e-6, 0.25]) | st.floats(0.001, 10), min_size=1, max_size=8
-).filter(any).map(tuple)
 
 
 def off(found: Ints, weights: Sequence[float]) -> float:
@@ -109,20 +106,6 @@ def test_global_batches_and_micro_batches_are_even(shape: tuple[int, ...], bound
         assert micro <= 3 + 1e-9 or shape[3] > 64, (shape, len(wanted))
 
 
-@given(weights, st.sampled_from([12, 24, 30, 48, 64, 96, 160, 256]), st.integers(1, 6), st.data())
-@example(WEIGHTS["power20"], 256, 4, None)
-@settings(max_examples=60, deadline=None)
-def test_at_most_one_sample_off_in_every_aligned_step(
-    weights: tuple[float, ...], o: int, tracks: int, data: st.DataObject | None
-) -> None:
-    if data is None:
-        w, b = 4, 8
-    else:
-        w = data.draw(st.sampled_from([w for w in (1, 2, 3, 4, 6) if o % w == 0]))
-        b = data.draw(st.sampled_from([b for b in range(1, o // w + 1) if o // w % b == 0]))
-    assert worst(Run(layout(o, o * tracks, w, b, 0)), weights, 2 * tracks + 1)[0] <= 1 + 1e-9
-
-
 @pytest.mark.parametrize(
     ("n", "before", "after"), [(1024, 256, 512), (1024, 256, 1024), (1024, 256, 128), (1024, 64, 1024)]
 )
@@ -159,26 +142,6 @@ def test_golden() -> None:
 weights_of_tokens = st.lists(st.sampled_from([0, 0.05, 0.3, 1]) | st.floats(0.01, 10), min_size=1, max_size=9).filter(
     any
 )
-
-
-def fresh(weights: Any) -> TokenWeightArcs:
-    return TokenWeightArcs(tuple(weights), *([0] * len(weights) for _ in range(3)))
-
-
-@given(weights_of_tokens, st.lists(st.sampled_from([0, 1, 7, 90, 5000]), min_size=1, max_size=120), st.data())
-@settings(max_examples=80, deadline=None)
-def test_the_order_follows_from_counts_alone(weights: list[float], lengths: list[int], data: st.DataObject) -> None:
-    """Kept up draw by draw, or made at any position: the same arcs."""
-    kept, circle = fresh(weights), weight_circle_of(3, 8)
-    stop = data.draw(st.integers(0, len(lengths)))
-    for n, length in enumerate(lengths[:stop]):
-        kept.add_document(kept.choose_source(circle.point(n)), length)
-    made = TokenWeightArcs(tuple(weights), kept.num_documents, kept.tokens, [0] * len(weights))
-    for n in range(200):
-        source = made.choose_source(circle.point(n))
-        assert source == kept.choose_source(circle.point(n))
-        assert weights[source] > 0
-        assert 0 <= made.point_within_arc(circle.point(n), source) < CIRCLE
 
 
 @given(weights_of_tokens, st.sampled_from([0, 1, 30, 900, 10**5, 3 * 10**7]), st.integers(0, 2**32), st.booleans())
