@@ -191,17 +191,26 @@ def test_a_thread_within_next_keeps_the_others_out() -> None:
     assert sorted(torch.cat([*first, *batches]).tolist()) == list(range(48))
 
 
-def test_a_function_that_calls_next_is_kept_out_and_harms_nothing() -> None:
-    batches: list[Any] = []
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_function_that_calls_next_is_kept_out_and_harms_nothing(prefetch: int) -> None:
+    """Also while a thread reads ahead, and the trainer is not within ``next``: it would miss the batch that is taken."""
+    batches, calls, has_called = list[Any](), itertools.count(), threading.Event()
 
     def nested(row: int) -> int:
-        with pytest.raises(RuntimeError, match="or a call around this one, is within next"):
-            next(batches[0])
+        if next(calls) >= 12:  # the first batch is ready
+            with pytest.raises(RuntimeError, match="or a call around this one, is within next"):
+                next(batches[0])
+            has_called.set()
         return row
 
-    loader = rd.DataLoader(lambda shard: rd.Map(rd.Reader(range(48), shard), nested), global_batch_size=12)
-    batches.append(iter(loader))
-    assert sorted(torch.cat([*batches[0]]).tolist()) == list(range(48))
+    pipeline = rd.DatasetSource(range(48), name="numbers")
+    with rd.DataLoader(
+        lambda shard: rd.Map(rd.Reader(pipeline, shard), nested), global_batch_size=12, prefetch=prefetch
+    ) as loader:
+        batches.append(iter(loader))
+        loader.start()
+        assert not prefetch or has_called.wait(60)
+        assert sorted(torch.cat([*batches[0]]).tolist()) == list(range(48))
 
 
 def test_a_time_that_ctrl_c_has_left_keeps_no_thread_out() -> None:

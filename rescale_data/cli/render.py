@@ -6,6 +6,7 @@ import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, starmap
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -61,7 +62,8 @@ def write_page(path: str, checkpoints: Sequence[Mapping[str, Any]], summary: Map
     """Write what `show_checkpoints` prints to an HTML page, and return its path."""
     console = Console(record=True, width=_PAGE_WIDTH, highlight=False, file=io.StringIO())
     show_checkpoints(console, checkpoints, summary)
-    console.save_html(path)
+    title = "<title>rescale-data show</title>"
+    Path(path).write_text(console.export_html().replace("<head>", f"<head>\n{title}", 1), encoding="utf-8")
     return path
 
 

@@ -57,10 +57,16 @@ class EpochEndFinder:
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
         self.verify_error = ""
         self._agreement: _EndAgreement | None = None
-        self._searched_epoch = -1  # the epoch that the next three describe
-        self._round_table: Ints | None = None  # with all rows, of a round that not all ranks have planned
+        self._searched_place = -1, -1  # the epoch and the samples of the run that the next four describe
+        self._round_table: Ints | None = None  # with all rows, of a round
         self._num_samples_ahead = 0  # samples of each shard that are read ahead in it
+        self._round_plan: tuple[Ints, Ints] | None = None  # the planned round: Ctrl-C may come before the caller has it
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
+
+    def ranks_at(self, cursor: Cursor, u: int) -> Ranks:
+        """Return the ranks for exchanges of a call at a cursor that goes to micro batch ``u``, which mix with no others."""
+        clock = cursor.clock_now(self.layout)
+        return self.ranks.at_position_in_run(clock.epoch, clock.samples, u)
 
     def samples_left_in_epoch(self, table: Ints) -> Ints | None:
         """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""
@@ -98,8 +104,10 @@ class EpochEndFinder:
         fail, and begin anew where this is called again. A rank that Ctrl-C has interrupted continues where it was.
         """
         self._start_epoch_search(cursor)
+        if self._round_plan is not None:
+            return self._round_plan
         if self._round_table is None:
-            self._round_table = self.ranks.merge(cursor.positions, cursor.owners)
+            self._round_table = self.ranks_at(cursor, cursor.u).merge(cursor.positions, cursor.owners)
         table = self._round_table
         self.runner.load(table, self.schema.histories)
         min_samples, samples_read = STEPS_PER_REMAINDER_ROUND * self.layout.global_batch_size, 0
@@ -112,8 +120,8 @@ class EpochEndFinder:
             )
             num_unfinished = int((samples_left == num_ahead).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
-                self._round_table, self._num_samples_ahead = None, 0
-                return table, samples_left
+                self._round_plan = table, samples_left
+                return self._round_plan
             samples_read, self._num_samples_ahead = num_ahead, max(2 * num_ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
@@ -135,8 +143,9 @@ class EpochEndFinder:
             return
         self.runner.load(cursor.positions, self.schema.histories)
         owned = np.flatnonzero(cursor.owners == self.ranks.rank).tolist()
+        ranks = self.ranks_at(cursor, cursor.u)
         try:
-            call_on_all_ranks(self.ranks, lambda: [self.runner.verify(shard, int(dropped[shard])) for shard in owned])
+            call_on_all_ranks(ranks, lambda: [self.runner.verify(shard, int(dropped[shard])) for shard in owned])
         except DataStateError as error:
             self.verify_error = f"Epoch {cursor.clock.epoch} does not end as it should. {error}"
             raise DataStateError(self.verify_error) from None
@@ -147,10 +156,12 @@ class EpochEndFinder:
         )
 
     def _start_epoch_search(self, cursor: Cursor) -> None:
-        if self._searched_epoch != cursor.clock.epoch:
+        place = cursor.clock.epoch, cursor.clock_now(self.layout).samples
+        if self._searched_place[0] != place[0]:
             n, num_columns = cursor.table.shape
             self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN_END, dtype=np.int64)
-            self._round_table, self._num_samples_ahead, self._searched_epoch = None, 0, cursor.clock.epoch
+        if self._searched_place != place:
+            self._round_table, self._num_samples_ahead, self._round_plan, self._searched_place = None, 0, None, place
 
     def _read_ahead(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
         """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN_END`.

@@ -235,7 +235,8 @@ def _enter_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
 
 def _move_cursor(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(ends.ranks, partial(ends.table_after_skip, cursor, segment.samples_before(u)))
+    skip_owned = partial(ends.table_after_skip, cursor, segment.samples_before(u))
+    table = call_on_all_ranks(ends.ranks_at(cursor, u), skip_owned)
     return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
@@ -261,7 +262,8 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
                 samples_left[shard] = num_drawn
         return max(cursor.u, layout.epoch_remainder_start(samples, samples_left, cursor.u))
 
-    stop_batch = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
+    ranks = ends.ranks_at(cursor, step_end)  # not u, to which `_move_cursor` may go
+    stop_batch = int(ranks.begin_gather_ints([call_on_all_ranks(ranks, find)], "ends")().min())
     if stop_batch > u:
         table[ends.owned, SAMPLES] = delivered_so_far[ends.owned]
         return cursor._replace(table=table, u=u)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.peers import (
     BATCH_MESSAGE,
     PEEKED_MESSAGE,
@@ -336,7 +337,8 @@ class BaseLoader:
             raise StopIteration
         thread_id, watch, start_time = threading.get_ident(), self._watch, time.perf_counter()
         # Of two threads here, the second one sees a time, or the frame of the first one
-        if watch.start_time is not None and self._has_other_call_of_next():
+        is_second = watch.start_time is not None and self._has_other_call_of_next()
+        if is_second or (thread_id != self._last_taker[1] and self._is_making_batches()):
             raise RuntimeError(
                 "Another thread, or a call around this one, is within next() of this loader: one at a time takes its batches. "
                 "Let one thread take them and fill a queue for the others, or hold a lock around next(); num_workers= makes "
@@ -359,6 +361,12 @@ class BaseLoader:
             wait_seconds = time.perf_counter() - start_time
             self._wait_seconds += wait_seconds
             self._recent_wait_seconds.append(wait_seconds)
+
+    def _is_making_batches(self) -> bool:
+        """True if this thread makes batches of the loader, ahead of the trainer: a function of the pipeline calls."""
+        code, own_id = InProcessFeed.next.__code__, threading.get_ident()
+        feeds = [frame.f_locals["self"] for frame in outer_frames(stacks()[own_id]) if frame.f_code is code]
+        return any(feed.runner is self._stream.setup.runner for feed in feeds)
 
     _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
 

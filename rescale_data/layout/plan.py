@@ -59,11 +59,12 @@ class Plan(Sequence[LayoutOption]):
         for (w, b), workers in workers_by_sizes.items():
             sizes_by_workers.setdefault((w, _join_ints(workers)), []).append(b)
         subject = "these" if self.options else "no ranks, micro batch and workers that were asked for"
+        width = max([13, *(len(workers) for _, workers in sizes_by_workers)])
         lines = [
             f"global_batch_size={_join_ints(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
             f"keep the same global batches",
-            "  ranks W  workers K      micro batches b",
-            *(f"{w:9}  {workers:13}  {_join_ints(sizes)}" for (w, workers), sizes in sizes_by_workers.items()),
+            f"  ranks W  {'workers K':{width}}  micro batches b",
+            *(f"{w:9}  {workers:{width}}  {_join_ints(sizes)}" for (w, workers), sizes in sizes_by_workers.items()),
         ]
         return "\n".join([*lines, *self._cost_lines()])
 

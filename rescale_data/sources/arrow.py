@@ -65,8 +65,10 @@ class ArrowSource(TableSource):
         return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
 
     @classmethod
-    def find_files(cls, paths: Paths, options: Mapping[str, Any] | None = None, remote: Remote | None = None) -> Files:
-        return super().find_files(_data_files(paths, options, remote), options, remote)
+    def find_files(
+        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
+    ) -> Files:
+        return super().find_files(_data_files(paths, storage_options, remote), storage_options, remote)
 
     def _footer(self, file: int) -> Footer:
         ranges = self._files.reader_of(file)

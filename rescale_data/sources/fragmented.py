@@ -132,9 +132,11 @@ class FragmentedSource(FiledSource):
         self.fragments = self._index.starts
 
     @classmethod
-    def find_files(cls, paths: Paths, options: Mapping[str, Any] | None = None, remote: Remote | None = None) -> Files:
+    def find_files(
+        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
+    ) -> Files:
         """Return the files that a source of this class reads, given its arguments."""
-        return find_matching_files(paths, cls.SUFFIXES, options, remote)
+        return find_matching_files(paths, cls.SUFFIXES, storage_options, remote)
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:

@@ -237,6 +237,7 @@ def test_a_page_of_a_checkpoint_and_of_a_run(run_folder, tmp_path):
     assert "80 samples, 20 global batches, 12 logical shards" in text
     assert re.search("samples +6 to 7 +(██▇){4}", text)
     assert re.search("data +1 to 2 .*(██▆){4}", text), "logical shards are at other rows of the source"
+    assert "<title>rescale-data show</title>" in text
     assert "http" not in text
     assert "No checkpoint" in call("show", tmp_path / "none", "--html", page, code=2)
     assert "No such file" in call("show", step, "--html", tmp_path / "none" / "page.html", code=2)

@@ -5,6 +5,7 @@ In arguments, in where they stand, in errors: at once, and they may go on togeth
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -231,9 +232,12 @@ def trouble_on_one_rank_is_an_error_on_all_at_once(*_):
                 FAULT[:] = [] if me else [iter([True] * num_rows)]
                 fails(words, call, 160)
                 FAULT.clear()
-    loader = make()
-    for skips in (me == 0, me == 1):
-        loader.skip(4) if skips else next(iter(loader))
+    loader, states = make(), []
+    for move in (lambda: loader.skip(4), lambda: next(iter(loader))):
+        loader.reset()
+        move()
+        states.append(loader.state_dict())
+    loader.load_state_dict(states[me])
     fails("not left out the same", pickle.dumps, loader.state_dict())
     loader, began = make(timeout=200.0), time.monotonic()
     dist.barrier()
@@ -245,24 +249,76 @@ def trouble_on_one_rank_is_an_error_on_all_at_once(*_):
     dist.barrier()
 
 
+def interrupted_on_rank_0(owner, method, at):
+    """Patch a method so that Ctrl-C comes at the end of one of its calls."""
+    function, numbers = getattr(owner, method), itertools.count(1)
+
+    def call(*arguments):
+        result = function(*arguments)
+        if next(numbers) == at and dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        return result
+
+    return patch.object(owner, method, call)
+
+
 def a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others(*_):
     """They wait in an exchange behind the ones that it has taken part in."""
-    expected, found, calls, look_ahead = [*make(fragile)], [], [], ShardRunner.look_ahead
+    expected = [*make(fragile)]
+    for interrupted in ((ShardRunner, "look_ahead", 2), (EpochEndFinder, "plan_remainder_round", 2)):
+        found, batches, num_interrupts = [], iter(make(fragile, timeout=20)), 0
+        with interrupted_on_rank_0(*interrupted):
+            try:
+                found.extend(batches)
+            except KeyboardInterrupt:
+                num_interrupts = 1
+                found.extend(batches)
+        assert num_interrupts == (dist.get_rank() == 0)
+        assert found == expected
 
-    def interrupted(runner, shard, num_samples):
-        calls.append(shard)
-        if len(calls) == 2 and dist.get_rank() == 0:
-            raise KeyboardInterrupt
-        return look_ahead(runner, shard, num_samples)
 
-    batches = iter(make(fragile, timeout=20))
-    with patch.object(ShardRunner, "look_ahead", interrupted):
-        try:
-            found.extend(batches)
-        except KeyboardInterrupt:
-            found.extend(batches)
-    assert len(calls) > 2
-    assert found == expected
+def uneven(shard):
+    """Most rows of the first logical shards, few of the others: the remainder of an epoch has many rounds."""
+    rows = rd.Reader(ROWS, shard, shuffle=False)
+    return rd.Map(rd.Filter(rows, lambda row: row["tokens"][0] % (1 + shard.index) == 0), lambda row: row["tokens"][:1])
+
+
+def ranks_that_ctrl_c_has_set_apart_in_a_skip_fail_and_never_mix(*_):
+    """One begins again, while the others wait in a later exchange."""
+    for pipeline, first, num_samples, interrupted in (
+        (fragile, 0, 128, (ShardRunner, "look_ahead", 12)),
+        (uneven, 104, 80, (EpochEndFinder, "plan_remainder_round", 1)),
+    ):
+        undisturbed = make(pipeline)
+        undisturbed.skip(first)
+        state = undisturbed.state_dict()
+        undisturbed.skip(num_samples)
+        expected = [*undisturbed]
+        for is_load in (False, True):
+            loader, errors = make(pipeline, timeout=3), []
+            loader.load_state_dict(state)
+            skip = functools.partial(loader.load_state_dict, state, delivered=num_samples) if is_load else loader.skip
+            with interrupted_on_rank_0(*interrupted):
+                while len(errors) < 4:
+                    try:
+                        skip(**{} if is_load else {"num_samples": num_samples})
+                        break
+                    except (KeyboardInterrupt, RuntimeError) as error:
+                        errors.append(error)
+            assert 0 < len(errors) < 4
+            assert [*loader] == expected
+
+
+def a_skip_within_a_remainder_saves_the_rows_of_the_ranks_that_skipped(*_):
+    tables = []
+    for num_skipped in (0, 4):
+        loader = make(uneven)
+        loader.skip(104)
+        take_batches = itertools.islice(iter(loader), 6 - num_skipped)
+        assert len([*take_batches]) == 6 - num_skipped
+        loader.skip(4 * num_skipped)
+        tables.append(loader.state_dict()["table"])
+    assert torch.equal(*tables)
 
 
 def an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call(*_):
@@ -330,6 +386,8 @@ PROMISES = [
     (2, ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state),
     (2, trouble_on_one_rank_is_an_error_on_all_at_once),
     (2, a_rank_that_ctrl_c_interrupts_as_it_plans_a_remainder_goes_on_with_the_others),
+    (2, ranks_that_ctrl_c_has_set_apart_in_a_skip_fail_and_never_mix),
+    (2, a_skip_within_a_remainder_saves_the_rows_of_the_ranks_that_skipped),
     (2, an_exchange_of_a_remainder_that_fails_on_one_rank_alone_leaves_nothing_for_the_next_call),
     (2, meshes_and_arguments_that_differ_are_refused_and_a_missing_mesh_is_told),
     (4, a_state_takes_the_rows_of_each_rank_once),

@@ -90,6 +90,8 @@ def test_prints_as_a_table() -> None:
         "        1  0, 1, 2, 8     3",
         "        1  0, 1, 2        6",
     ]
+    many = str(rd.plan(6, num_workers=(0, 1, 2, 3, 6, 12, 24))).splitlines()
+    assert many[1:3] == ["  ranks W  workers K              micro batches b", "        1  0, 1, 2, 3, 6, 12, 24  1"]
     assert repr(rd.plan(6)) == str(rd.plan(6))
     assert "no ranks, micro batch and workers that were asked for keep the same" in str(rd.plan(12, micro_batch_size=5))
 

@@ -76,6 +76,11 @@ def test_windows_are_fetched_that_have_room(rows_a_fragment: int, room_a_shard: 
     assert FragmentPrefetcher(source, fragments, rows_per_window=100).num_windows == num_windows
 
 
+def test_nothing_is_decoded_ahead_behind_the_end_of_an_epoch() -> None:
+    rows = Reader(Fragmented(8), Shard(), shuffle=4).rows
+    assert [len(rows.next_window_ends(0, row)) for row in (0, 3, 4, 7)] == [2, 2, 0, 0]
+
+
 def test_reset_without_a_state_begins_an_epoch() -> None:
     """As torchdata's `Loader` does it: the next one after an end, or where something of this one has been drawn."""
     reader = Reader(Fragmented(3), Shard(), shuffle=False)

@@ -107,6 +107,32 @@ def test_what_is_read_ahead_of_a_window_has_not_begun(prefix, read_ahead, top, t
     assert "they join at epoch 1" in caplog.text
 
 
+def test_a_remainder_that_is_planned_anew_at_the_end_of_a_step_is_no_step_begun_anew(tmp_path, caplog):
+    """Files join a source that has ended while the other one of a mixture has not."""
+
+    def loader_of(names):
+        source = rd.ParquetSource([tmp_path / f"{name}.parquet" for name in names])
+
+        def uneven(shard, rows):
+            return rd.Filter(rd.Reader(rows, shard), lambda row: row["x"] % (1 + shard.index) == 0, version=1)
+
+        def mixed(shard):
+            sources = {"a": uneven(shard, source), "b": uneven(shard, few)}
+            return rd.WeightedSampler(sources, {"a": 3, "b": 1}, stop="all")
+
+        return make_loader(mixed)
+
+    few = rd.DatasetSource([{"x": i} for i in range(41)], name="few")
+    for name, first in (("b", 0), ("d", 30), ("a", 100)):
+        write(tmp_path, "parquet", name, range(first, first + 30))
+    before = loader_of("bd")
+    for _ in zip(range(4), before, strict=False):
+        pass
+    loader_of("abd").load_state_dict(before.state_dict())
+    assert "they join at epoch 1" in caplog.text
+    assert "middle of a step" not in caplog.text
+
+
 class TestDigests:
     """With an index a state has a digest a folder, and the index has the list of the files."""
 

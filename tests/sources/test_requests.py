@@ -13,6 +13,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.sources.counts import REQUESTS, RETRIES, read_counters
+from rescale_data.sources.decoded.ahead import fetch_runner
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.remote import RemoteError, RequestLimit, RequestTimes, attempt
 
@@ -228,10 +229,19 @@ def test_nothing_is_held_over_a_fork():
     assert exit_code == 0
 
 
-def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own():
-    """The lock of the event that ends pauses may be held at that moment."""
-    with remote.exit_event._cond:
-        assert in_a_fork(tried, Mock(side_effect=[OSError("503"), 7])) == 0
+@pytest.mark.parametrize("lock", [remote.exit_event._cond, read_counters()._lock, fetch_runner._lock])
+def test_a_child_that_is_forked_while_a_lock_is_held_pauses_counts_and_fetches_by_itself(lock):
+    """It has none of the threads either."""
+
+    def fetch():
+        answers = []
+        fetch_runner.begin("x", lambda: answers.append(tried(Mock(side_effect=[OSError("503"), 7]))))
+        fetch_runner.wait("x")
+        assert answers == [7]
+
+    fetch()
+    with lock:
+        assert in_a_fork(fetch) == 0
 
 
 def test_ranks_do_not_begin_together(monkeypatch):

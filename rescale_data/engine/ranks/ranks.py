@@ -174,10 +174,10 @@ class Ranks:
         return self.communicator.begin_gather(self._make_call(content), values)
 
     def _make_call(self, content: str) -> Call:
-        name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
-        if self._purpose != "read":
-            return Call(name, self.timeout, remedy)
-        return Call(f"{name}/{self._position_in_run}/{self._agreed_state_loads()}", self.timeout, remedy)
+        name = f"{self._purpose}/{content}/{self.loader}/{self._position_in_run}"
+        if self._purpose == "read":
+            name += f"/{self._agreed_state_loads()}"
+        return Call(name, self.timeout, _CALL_ON_ALL if self._purpose == "save" else _RESTART)
 
     def _agreed_state_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""

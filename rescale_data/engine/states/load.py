@@ -108,7 +108,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
     stream.load(table, loaded_clock)
     _warn_of_mixed_epochs(stream, table)
-    if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
+    is_new_step = clock.samples_in_begun_step(saved.sizes[0]) > 0 or saved.sizes[0] != stream.layout.global_batch_size
+    is_new_step &= loaded_clock.origin != clock.origin
+    if is_new_step and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
