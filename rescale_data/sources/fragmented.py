@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,6 +59,18 @@ class FragmentedSource(FiledSource):
     index_dir: str | os.PathLike[str] | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_dir_bytes: int = 2**36
+
+    def __init_subclass__(cls) -> None:
+        """Compare sources by identity, also those of a subclass that is a dataclass; refuse members that arguments hide."""
+        super().__init_subclass__()
+        if "__eq__" not in vars(cls):
+            cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
+        hidden = {field.name for field in fields(cls)} & vars(cls).keys() - cls.__annotations__.keys()
+        if hidden:
+            raise TypeError(
+                f"{cls.__name__} defines {sorted(hidden)}, which are arguments of the sources that it derives from: they hide "
+                f"these members in each source. Name the members otherwise."
+            )
 
     def __post_init__(self) -> None:
         if self.cache_bytes < 1 or self.cache_dir_bytes < 1:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torchdata.nodes import BaseNode
 
 import rescale_data as rd
@@ -201,3 +202,29 @@ def test_epochs_of_a_subclass_with_a_next_of_its_own_need_not_be_alike() -> None
     assert samples[:10] == [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
     rd.nodes.skip(skipped, 15)
     assert [next(skipped) for _ in range(5)] == samples[15:]
+
+
+class Adding(BaseNode):
+    """Adds to the tensor of the state that it is given."""
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self.count = torch.zeros(1, dtype=torch.int64) if initial_state is None else initial_state["count"]
+
+    def next(self):
+        if self.count == 4:
+            raise StopIteration
+        self.count += 1
+        return int(self.count)
+
+    def get_state(self):
+        return {"count": self.count.clone()}
+
+
+def test_a_foreign_node_may_write_into_the_state_that_it_is_given():
+    loader = rd.DataLoader(lambda _: Adding(), global_batch_size=2, num_logical_shards=1)
+    epochs = []
+    for _ in range(2):
+        epochs.append(torch.cat([*loader]).tolist())
+        loader.reset()
+    assert epochs == [[1, 2, 3, 4]] * 2

@@ -1,5 +1,6 @@
 """Sources that are no files: `assert_source` (whole sources pass, each broken promise fails) and `DatasetSource`."""
 
+import dataclasses
 import gc
 import inspect
 import itertools
@@ -91,6 +92,18 @@ def test_the_example_of_the_protocol(tmp_path):
 def test_options_of_sources_of_files_are_given_by_name(source):
     parameters = inspect.signature(source).parameters.values()
     assert [about.name for about in parameters if about.kind is not inspect.Parameter.KEYWORD_ONLY] == ["paths"]
+
+
+def test_a_subclass_may_be_a_dataclass_and_has_no_members_that_arguments_hide(tmp_path):
+    @dataclasses.dataclass
+    class Marked(rd.JsonlSource):
+        mark: int = 3
+
+    (tmp_path / "a.jsonl").write_text('{"n": 1}')
+    one, two = (Marked(tmp_path, mark=5) for _ in range(2))
+    assert (one.mark, len({one, two}), [*rd.Reader(one, rd.Shard())]) == (5, 2, [{"n": 1}])
+    with pytest.raises(TypeError, match=r"Hidden defines \['cache_bytes', 'remote'\], which are arguments"):
+        type("Hidden", (rd.JsonlSource,), {"cache_bytes": 7, "remote": property(id), "mark": 3})
 
 
 def test_rows_of_a_synthetic_source_do_not_change():
