@@ -61,7 +61,7 @@ class FragmentedSource(FiledSource):
     cache_dir_bytes: int = 2**36
 
     def __init_subclass__(cls) -> None:
-        """Compare sources by identity, also those of a subclass that is a dataclass; refuse members that arguments hide."""
+        """Make a subclass that is a dataclass compare by identity; raise ``TypeError`` if arguments hide its members."""
         super().__init_subclass__()
         if "__eq__" not in vars(cls):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
