@@ -22,9 +22,14 @@ def net(*widths):
 
 
 def step(state):
-    state["m"](torch.ones(2, 4)).square().sum().backward()
-    state["opt"].step()
-    state["opt"].zero_grad()
+    def loss():
+        state["opt"].zero_grad()
+        given = torch.ones(2, 4, dtype=next(state["m"].parameters()).dtype)
+        value = (state["m"](given) - 3).square().sum()
+        value.backward()
+        return value
+
+    state["opt"].step(loss)
 
 
 def adam(model):
@@ -170,24 +175,8 @@ def test_what_an_entry_is_loaded_into():
 @pytest.mark.parametrize("build", [Rows, NAdam, torch.optim.ASGD, torch.optim.LBFGS])
 def test_state_comes_back_in_its_shapes_dtypes_and_lists(tmp_path, build):
     """torch would load the product of all momenta in the parameters' dtype, which bfloat16 rounds."""
-
-    def state(steps):
-        model = net(4, 2).to(torch.bfloat16)
-        state = {"m": model, "opt": build(model.parameters())}
-        for _ in range(steps):
-            step(state)
-        return state
-
-    def step(state):
-        def loss():
-            state["opt"].zero_grad()
-            value = (state["m"](torch.ones(2, 4, dtype=torch.bfloat16)) - 3).square().sum()
-            value.backward()
-            return value
-
-        state["opt"].step(loss)
-
-    given, fresh, stepped = state(3), state(0), state(1)
+    of_narrow = lambda model: build(model.to(torch.bfloat16).parameters())  # noqa: E731
+    given, fresh, stepped = (state_of((4, 2), of_narrow, steps) for steps in (3, 0, 1))
     checkpoint.save(tmp_path / "c", given)
     for other in (fresh, stepped):
         checkpoint.load(tmp_path / "c", other)
