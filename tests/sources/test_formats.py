@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pickle
 import tarfile
 import tempfile
@@ -103,6 +104,13 @@ class TestIndex:
                 hurt.write_bytes(hurt.read_bytes()[:left])
         assert rows_of(rd.JsonlSource(path)) == ROWS
         assert rows_of(pickle.loads(kept)) == ROWS
+
+    def test_is_made_again_where_a_file_as_long_as_before_has_another_time(self, packed, tmp_path):
+        path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        rd.JsonlSource(path)
+        write_jsonl(path, ROWS[::-1])
+        os.utime(path, ns=(1, 1))
+        assert rows_of(rd.JsonlSource(path)) == ROWS[::-1]
 
     def test_of_another_format_is_made_again(self, tmp_path):
         """As where a folder was first read as JSON lines by mistake."""
