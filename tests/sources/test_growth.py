@@ -199,6 +199,32 @@ class TestDigests:
             assert num_rows(folded) == 5 * count
 
 
+def test_a_skip_of_packed_samples_reads_the_files_of_the_epoch_that_has_begun(tmp_path):
+    def add(name, rows):
+        tokens = pa.array([[row] * (1 + row % 5) for row in rows], pa.list_(pa.int32()))
+        write_table(tmp_path / f"{name}.parquet", {"tokens": tokens}, 7)
+
+    def loader_at(state=None, num_skipped=0):
+        source = rd.ParquetSource(tmp_path)
+        loader = make_loader(lambda shard: TOPS["TokenPacker"](rd.Reader(source, shard, shuffle=8), seq_len=8))
+        if state is not None:
+            loader.load_state_dict(state)
+        loader.skip(num_skipped * BATCH)
+        return loader
+
+    def rest(num_skipped):
+        loader = loader_at(state, num_skipped)
+        batches = (batch["tokens"].tolist() for _ in range(9) for batch in loader)
+        return list(itertools.islice(batches, 20 - num_skipped))
+
+    add("b", range(80))
+    state = loader_at(num_skipped=3).state_dict()
+    add("a", range(100, 135))
+    expected = rest(0)
+    assert any(token >= 100 for batch in expected for sample in batch for token in sample)
+    assert all(rest(num) == expected[num:] for num in (1, 4, 9))
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_they_join_at_once_before_anything_was_drawn_and_after_a_reset(kind, tmp_path, steps):
     data = write_two(tmp_path / "data", kind)
