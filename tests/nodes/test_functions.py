@@ -113,17 +113,21 @@ class TestSkip:
         assert f"{node.__name__} left out web: web[{BAD[0] - 3000}]" in caplog.text
         assert caplog.text.count("left out") == 10 + sum(n & (n - 1) == 0 for n in range(11, 2 * len(BAD) + 1))
 
-    def test_a_loader_counts_and_may_switch_between_segments(self) -> None:
+    @pytest.mark.parametrize("fails_in", ["Reader", "Map"])
+    def test_a_loader_counts_and_may_switch_between_segments(self, fails_in: str) -> None:
         """The first bad row stops a run; it is resumed with on_error="skip", and nothing else is left out."""
+        source = rd.DatasetSource(unreadable(WEB.dataset, [i - 3000 for i in BAD]), name="web")
 
         def make(on_error: Any) -> rd.DataLoader:
             def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+                if fails_in == "Reader":
+                    return rd.Map(read(source, shard, on_error=on_error), without_arrays)
                 return rd.Map(rd.Map(read(WEB, shard), fails_on_some, on_error=on_error), without_arrays)
 
             return rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=4)
 
         first, ids = make("raise"), []
-        with pytest.raises(ValueError, match="bad row"):
+        with pytest.raises(ValueError, match=r"bad row|cannot be read"):
             ids.extend(i for batch in first for i in batch["id"].tolist())
         second = make("skip")
         second.load_state_dict(first.state_dict())

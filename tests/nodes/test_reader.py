@@ -113,34 +113,6 @@ def test_parameters_say_which_columns_were_chosen(tmp_path: Path) -> None:
     assert readers[0].parameters() == readers[1].parameters()
 
 
-@pytest.mark.parametrize("switched", [{"provenance": True}, {"on_error": "skip"}])
-@pytest.mark.parametrize("packer", ["cut", "clean cut", "whole"])
-def test_rows_of_a_saved_run_may_be_named_or_skipped_under_a_packer(
-    packer: str, switched: dict[str, Any], tmp_path: Path
-) -> None:
-    table = pa.table({"n": range(60), "tokens": [[i] * (1 + i % 7) for i in range(60)]})
-    pq.write_table(table, tmp_path / "a.parquet")
-    source = ParquetSource(tmp_path)
-
-    def make(**kwargs: Any) -> rd.DataLoader:
-        def pipeline(shard: Shard) -> rd.BaseNode[Any]:
-            rows: rd.BaseNode[Any] = Reader(source, shard, **kwargs)
-            if "clean" in packer:
-                rows = rd.CleanDocuments(rows, "tokens", max_length=4)
-            if "cut" in packer:
-                return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=None)
-            return rd.WholeDocumentPacker(rows, column="tokens", seq_len=8, window=4)
-
-        return rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2, repeat=True)
-
-    first, second = make(), make(**switched)
-    next(iter(first))
-    second.load_state_dict(first.state_dict())
-    for one, other in itertools.islice(zip(first, second, strict=True), 20):
-        assert one["tokens"].tolist() == other["tokens"].tolist()
-    make().load_state_dict(second.state_dict())
-
-
 class Damaged(Fragmented):
     """Every third row cannot be read."""
 
