@@ -13,7 +13,6 @@ import torch
 from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
-from rescale_data.testing import full_state_dict
 from tests.pipelines import Rows, rows
 from tests.states import opened, same_state
 from tests.test_state import exact
@@ -332,23 +331,3 @@ def test_a_state_is_copied_out_and_in() -> None:
     assert rows_of(loader) == rows_of(other) == EPOCH[4:]
     loader.load_state_dict(states[0])
     assert rows_of(loader) == EPOCH[1:]
-
-
-# Nodes of torchdata, below and above
-
-
-def test_a_node_that_shows_its_shard() -> None:
-    """What the state says of the pipeline is the same whichever shards a rank owns."""
-
-    class Shown(Batcher[Any]):
-        def __init__(self, shard: rd.Shard) -> None:
-            super().__init__(rd.Reader(ROWS, shard), 2)
-            self.index = shard.index
-
-    def make(rank: int, w: int) -> rd.DataLoader:
-        return loader_of(Shown, repeat=True, collate_fn=list, dp_rank=rank, dp_world_size=w, micro_batch_size=12 // w)
-
-    ranks = [make(rank, 3) for rank in range(3)]
-    for loader in ranks:
-        next(iter(loader))
-    make(0, 1).load_state_dict(full_state_dict(ranks))

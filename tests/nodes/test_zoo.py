@@ -1,7 +1,5 @@
 """Every pipeline goes on from every position of its stream. That it rescales: `tests.test_histories`."""
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +10,8 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rescale_data as rd
 from rescale_data.nodes.base import as_node
-from tests.nodes.resume import assert_resumes, plain, take
-from tests.nodes.zoo import ENDLESS, FEW, LOSSY, PIPELINES, STOCK, Counting, Ids, ids_of
+from tests.nodes.resume import assert_resumes, plain
+from tests.nodes.zoo import ENDLESS, FEW, PIPELINES, STOCK, Counting, Ids
 
 
 class Turning(Ids):
@@ -93,16 +91,6 @@ def test_under_loader_of_torchdata(name: str) -> None:
             resumed.load_state_dict(state)
             rest = [plain(sample) for sample in resumed]
             assert rest == (expected[drawn:] or epochs[number + 1] if number < 2 else rest)
-
-
-@pytest.mark.parametrize("name", [name for name in STOCK if name not in LOSSY])
-def test_stock_nodes_stream_without_end(name: str) -> None:
-    """Three epochs in one stream hold what the first does, three times."""
-    node = as_node(STOCK[name](rd.Shard(1, 4, repeat=True)))
-    first = [ids_of(ids) for ids in node]
-    node.reset(None)
-    rows = Counter(i for ids in take(node, 3 * len(first)) for i in ids_of(ids))
-    assert rows == {i: 3 * n for i, n in Counter(itertools.chain(*first)).items()}
 
 
 class Twice(nodes.BaseNode[Any]):

@@ -142,13 +142,6 @@ class Counting(Ids):
         self.state = state
 
 
-def ids_of(samples: Any) -> list[int]:
-    """The ids in a sample, a batch of samples, or one id alone."""
-    if isinstance(samples, list):
-        return [i for sample in samples for i in ids_of(sample)]
-    return [samples["id"] if isinstance(samples, dict) else int(samples)]
-
-
 def batched(shard: rd.Shard, *, drop_last: bool) -> nodes.BaseNode[Any]:
     return nodes.Batcher(mapped(shard), 4, drop_last=drop_last)
 
@@ -191,9 +184,6 @@ STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "Weighted-foreign": functools.partial(weighted, stop="ALL_DATASETS_EXHAUSTED", foreign=True),
 }
 """Every node of torchdata that can live in a pipeline, over ours and over its own; all yield ids or samples with them."""
-
-LOSSY = ("Batcher-drop", "Unbatcher-drop", "Weighted-first", "Weighted-cycle", "Weighted-forever")
-"""Those that drop rows or repeat them as they are told to."""
 
 PACKED: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "columns": columned,
