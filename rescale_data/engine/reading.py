@@ -289,8 +289,8 @@ class BaseLoader:
         Args:
             state_dict: What `state_dict` returned, or DCP loaded into it.
             delivered: Samples that were delivered after the state, over all ranks of the topology that it names, and that are
-                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them. ``repeat``
-                and ``tail`` are those with which they were delivered.
+                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them. ``repeat``,
+                ``tail`` and ``balance`` are those with which they were delivered.
 
         Raises:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
