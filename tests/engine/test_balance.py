@@ -148,3 +148,14 @@ def taken(loader: rd.DataLoader) -> list[int]:
     batch = next(iter(loader), None) or next(iter(loader))
     real = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["id"])
     return [row if is_real else -1 for row, is_real in zip(batch["id"], real, strict=True)]
+
+
+def test_what_was_delivered_within_a_balanced_step_is_refused_without_balance_too():
+    """The samples of the step had changed places: others would be passed than those that were delivered."""
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2, "num_logical_shards": 8}
+    state = rd.DataLoader(range(32), balance=rd.Balance(cost=lambda row: 1 + row % 5), **sizes).state_dict()
+    loader = rd.DataLoader(range(32), **sizes)
+    with pytest.raises(ValueError, match=r"ends within a step.*give whole steps"):
+        loader.load_state_dict(state, delivered=2)
+    loader.load_state_dict(state, delivered=8)
+    assert loader.step == 1

@@ -33,6 +33,8 @@ from rescale_data.state import Field, Ints, field_from_description, slot_offsets
 StatePath: TypeAlias = tuple[str, ...]
 VERSION = 1
 TABLE, HEADER = "table", "header"
+BALANCED = "balanced"
+"""The key that the header of a loader with balanced steps has in addition."""
 _SIZE_KEYS = ("global_batch_size", "dp_world_size", "micro_batch_size", "num_logical_shards")
 _COUNT_KEYS = ("samples", "origin", "step", "epoch", "in_step", "dropped_samples", "padded_samples", "num_workers")
 _OTHER_KEYS = ("seed", "skipped", "columns", "pipeline", "sources")
@@ -92,6 +94,8 @@ def header_of(cursor: Cursor, ends: EpochEndFinder) -> str:
     layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     run_counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
+    if ends.setup.options.balance is not None:
+        run_counts[BALANCED] = True
     layout_sizes = {name: getattr(layout, name) for name in _SIZE_KEYS}
     header_text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
     return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.header_texts.items()) + "}"

@@ -35,7 +35,7 @@ from rescale_data.engine.states.change import (
     fixed_parameters,
     node_changes,
 )
-from rescale_data.engine.states.codec import SavedState, decode, fields_in, has_remainder, table_of
+from rescale_data.engine.states.codec import BALANCED, SavedState, decode, fields_in, has_remainder, table_of
 from rescale_data.engine.states.differences import differences, log_changes, without_functions, without_history
 from rescale_data.engine.states.growth import Growth, compare_sources, needed_manifests
 from rescale_data.engine.states.statedict import whole_state
@@ -197,7 +197,8 @@ def _skip_delivered(
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.options.balance is not None
+    call = f"load_state_dict(state, delivered={num_samples})"
+    whole_steps = setup.options.balance is not None or BALANCED in saved.header
     num_micro_batches = require_micro_batches(call, num_samples, layout, clock, whole_steps=whole_steps)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
     ranks = setup.ranks.for_purpose("load")
