@@ -169,7 +169,8 @@ def test_reading_ahead_changes_neither_a_batch_nor_when_an_error_is_raised(
     """A fragment that cannot be read stops the batch that needs it, and no sooner; then the run goes on."""
     write_megatron(tmp_path / "d", [[i % 251] * (1 + i * 7 % 5) for i in range(9000)])
     rows = rd.MegatronSource(tmp_path).fragments
-    gone = int(np.searchsorted(rows, fragment_order(rows, 0, 0).first[1]))  # the first shard comes to it alone, later
+    starts = fragment_order(rows, 0, 0).fragment_starts
+    gone = int(np.searchsorted(rows, starts[1]))  # the first shard comes to it alone, later
     reads, fails = rd.MegatronSource.tokens, [True]
 
     def tokens(self: Any, column: str, fragment: int) -> Any:
