@@ -711,7 +711,11 @@ def move(self: Any, num_samples: int = 0) -> Any: ...
 @pytest.mark.parametrize(
     ("bases", "own", "words"),
     [
-        ((rd.Reader,), {"next": move}, r"next\(\) of its own, and from Reader open_documents\(\), texts\(\), skip\(\)"),
+        (
+            (rd.Reader,),
+            {"next": move},
+            r"next\(\) of its own, and from Reader open_documents\(\), open_texts\(\), skip\(\)",
+        ),
         (
             (rd.TokenPacker,),
             {"next": move, "write": write, "skip": move},

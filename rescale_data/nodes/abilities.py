@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rescale_data.nodes.base import Node, View
     from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats
-    from rescale_data.nodes.reading.documents import DocumentReader, TextReader
+    from rescale_data.nodes.reading.documents import DocumentReader
     from rescale_data.state import Ints
 
 
@@ -99,8 +99,13 @@ class HasTexts(Ability):
     """A node whose columns of strings may be read many at a time."""
 
     @abstractmethod
-    def texts(self, column: str) -> TextReader | None:
-        """Return a column of strings of this node's samples, to be read many at a time; `None` if that is not possible."""
+    def open_texts(self, column: str) -> DocumentReader | None:
+        """Open a column of strings of this node's samples, to be read as their UTF-8 bytes; `None` if that is not possible.
+
+        The caller decodes the bytes. If reading or decoding raises an error, it draws samples of the node, as it does with
+        `None`: these raise the error with its row, or hold what the row has in place of a string. So `Node.parameters` does not
+        depend on the way in which strings are read.
+        """
 
 
 # To write in place

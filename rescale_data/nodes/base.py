@@ -34,7 +34,7 @@ _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
 _METHODS_BYPASSING = {
-    "next": ("open_documents", "texts", "write", "write_many", "skip", "skip_ahead", "epoch_end"),
+    "next": ("open_documents", "open_texts", "write", "write_many", "skip", "skip_ahead", "epoch_end"),
     "write": ("write_many",),
     "skip": ("skip_ahead",),
 }

@@ -10,7 +10,7 @@ from rescale_data.nodes.abilities import Counts, FillsBatch, HasDocuments, HasTe
 from rescale_data.nodes.base import Node, bind_once, draw_and_drop, record_epoch_end, slots_of
 from rescale_data.nodes.batch_buffer import ColumnFormats
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.reading.documents import DocumentReader, TextReader
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.shard import Shard, require_shard
 from rescale_data.state import Ints, position_slots, slot_offsets
 
@@ -189,9 +189,9 @@ def dtype_of(node: Node[Any], column: str) -> np.dtype[Any] | None:
     return node.dtype_of(column) if isinstance(node, HasDocuments) else None
 
 
-def texts_of(node: Node[Any], column: str) -> TextReader | None:
-    """Return a reader of a node's string column, many rows at a time (`HasTexts.texts`); `None` if that is not possible."""
-    return node.texts(column) if isinstance(node, HasTexts) else None
+def open_texts(node: Node[Any], column: str) -> DocumentReader | None:
+    """Return a reader of a node's string column, many rows at a time; `None` if that is not possible (`HasTexts`)."""
+    return node.open_texts(column) if isinstance(node, HasTexts) else None
 
 
 def columns_of(node: Node[Any]) -> ColumnFormats:

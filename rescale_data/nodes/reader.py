@@ -14,7 +14,7 @@ from rescale_data.nodes.base import Node, View, draw_and_drop
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
-from rescale_data.nodes.reading.documents import DocumentReader, TextReader
+from rescale_data.nodes.reading.documents import DocumentReader, TextDocuments
 from rescale_data.nodes.reading.epochs import DataVersion
 from rescale_data.nodes.reading.fetching import ChunkFetcher, FragmentPrefetcher
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
@@ -191,6 +191,8 @@ class Reader(Node[Any]):
 
     def seek(self) -> None:
         self._is_epoch_over = False
+        if self.reread:
+            self._document_column = None
         if not self.by_global_batch:
             num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
             self._caches_pieces = self.source.should_cache_pieces(num_shards, packed=self._document_column is not None)
@@ -384,13 +386,17 @@ class Reader(Node[Any]):
         self._used_column = column
         if self._error_handler.skips or self.provenance:
             return None
+        self.source.token_dtype(column)  # raises an error if these are no tokens
         self._document_column = column
         return FragmentDocuments(self.source, column, self)
 
-    def texts(self, column: str) -> TextReader | None:
+    def open_texts(self, column: str) -> DocumentReader | None:
         if self._error_handler.skips or self.provenance or not self.source.has_texts(column):
             return None
-        return TextReader(self.source, column, self)
+        if not isinstance(self.source, TokenSource):
+            return TextDocuments(self.source, column, self)
+        self._document_column = column
+        return FragmentDocuments(self.source, column, self)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         source = self.source

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, draw_and_drop, go_to
-from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, skip, texts_of
+from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, open_texts, skip
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
 from rescale_data.nodes.error_handler import OnError, describe, error_handler
@@ -186,7 +186,7 @@ class Tokenize(Node[dict[str, Any]]):
         needs_samples = any(has_provenance(node) or may_change(node) for _, node in self.walk())
         if column != self.into or self._error_handler.skips or needs_samples:
             return None
-        texts = texts_of(self._source, self.column)
+        texts = open_texts(self._source, self.column)
         if texts is None:
             return TokenizedSamples(self)
         return DocumentsUntilError(TokenizedDocuments(self, texts), partial(TokenizedSamples, self))

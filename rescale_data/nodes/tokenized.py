@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rescale_data.nodes.base import View, go_to
-from rescale_data.nodes.reading.documents import TextReader
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans, TokenArray, as_native_array
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints, copy_of
@@ -27,10 +27,10 @@ class TokenizedDocuments:
 
     Args:
         node: The node.
-        texts: The texts below it.
+        texts: The texts below it, as UTF-8 bytes.
     """
 
-    def __init__(self, node: Tokenize, texts: TextReader) -> None:
+    def __init__(self, node: Tokenize, texts: DocumentReader) -> None:
         self._node, self._texts = node, texts
         self._num_next_texts = NUM_FIRST_TEXTS
         self._next_position: View | None = None  # the position behind the texts that were read last
@@ -40,14 +40,14 @@ class TokenizedDocuments:
     def read(self, position: memoryview, max_documents: int) -> Spans:
         if self._next_position != position:
             self._num_next_texts = NUM_FIRST_TEXTS
-        strings, moves = self._texts.read(position[1:], min(max_documents, self._num_next_texts))
-        if not strings:
+        texts = self._texts.read(position[1:], min(max_documents, self._num_next_texts))
+        if not len(texts):
             return EMPTY_SPANS
-        tokens = concatenate_ids(self._node.tokenizer(strings))
-        if tokens is None or len(tokens[1]) != len(strings):
+        tokens = concatenate_ids(self._node.tokenizer(_decode(texts)))
+        if tokens is None or len(tokens[1]) != len(texts):
             raise ValueError("The tokenizer did not return one list or array of token ids for each text.")
-        all_ids, length = tokens
-        spans = Spans((all_ids,), np.zeros_like(length), np.cumsum(length) - length, length, moves.shifted(1), (None,))
+        (all_ids, length), moves = tokens, texts.moves.shifted(1)
+        spans = Spans((all_ids,), np.zeros_like(length), np.cumsum(length) - length, length, moves, (None,))
         self._next_position = copy_of(position)
         spans.move(self._next_position, len(spans))
         self._num_next_texts = min(2 * self._num_next_texts, self._node.batch_size)
@@ -84,6 +84,15 @@ class TokenizedSamples:
         position[:] = self._node.position
 
 
+def _decode(texts: Spans) -> list[str]:
+    """Return texts as strings, given their UTF-8 bytes; ``UnicodeDecodeError`` as for one that is read alone."""
+    num_bytes, stops = int(texts.length.sum()), (texts.start + texts.length).tolist()
+    # Slices of bytes take half the time of slices of a view, which are for arrays that hold more than these texts
+    data = [array.tobytes() if array.nbytes <= num_bytes else array.data for array in texts.arrays]
+    ranges = zip(texts.array.tolist(), texts.start.tolist(), stops, strict=True)
+    return [str(data[array][start:stop], "utf-8") for array, start, stop in ranges]
+
+
 def concatenate_ids(id_lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
     """Return the token ids of all texts as one array, and the number of ids in each text.
 
@@ -91,7 +100,7 @@ def concatenate_ids(id_lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
     """
     list_types = {type(ids) for ids in id_lists}
     if list_types == {list}:
-        if any(ids and ids[0].__class__ is bool for ids in id_lists):  # a mask is no list of ids
+        if bool in {type(ids[0]) for ids in id_lists if ids}:  # a mask is no list of ids
             return None
         try:
             # takes half the time of array.array or NumPy

@@ -19,11 +19,10 @@ from rescale_data.sources.file_source import OpenFile
 from rescale_data.sources.files.paths import Files, Paths, read_if_exists
 from rescale_data.sources.files.ranges import ArrowBuffer
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer, cumulative_sums, group_pieces
+from rescale_data.sources.fragments import MAX_FRAGMENT_ROWS, Footer, cumulative_sums, group_pieces
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource, has_dictionary, schema_to_json
 
-MAX_FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 

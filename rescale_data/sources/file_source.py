@@ -62,9 +62,17 @@ class FileSource(FragmentedSource):
     def _open(self, file: int) -> Any:
         """Open a file, and return a handle from which its fragments are read. The process keeps some handles open."""
 
-    @abstractmethod
-    def _load(self, fragment: int) -> FragmentRows:
-        """Return the rows of a fragment, read from its file."""
+    def _load(self, fragment: int) -> Any:
+        """Return the rows of a fragment (`FragmentRows`), read from its file."""
+        data = self._read_raw_bytes(fragment)
+        rows = self._rows_from_bytes(data, fragment)
+        # A packer may keep the rows longer than the cache does
+        self._file_handle(self._index.file_of(fragment)).ranges.release_with(rows, data)
+        return rows
+
+    def _rows_from_bytes(self, data: ArrowBuffer, fragment: int) -> FragmentRows:
+        """Return the rows of a fragment, given its bytes. Called for formats whose index has byte ranges."""
+        raise NotImplementedError
 
     def _needs_decoding(self, fragment: int) -> bool:
         """True if a background thread that fetches a fragment also decodes it; else it fetches the bytes alone.

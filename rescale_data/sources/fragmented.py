@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import struct
 from abc import abstractmethod
@@ -25,7 +23,7 @@ from rescale_data.sources.files.paths import Files, Paths, find_matching_files
 from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
-from rescale_data.sources.index import INDEX_FORMAT_VERSION, IndexFolder, digest, listed_files
+from rescale_data.sources.index import INDEX_FORMAT_VERSION, OPENING_THREADS, IndexFolder, digest, listed_files
 from rescale_data.sources.source import BadRow, FiledSource
 from rescale_data.state import Ints
 
@@ -34,7 +32,6 @@ INDEX_FOLDER = ".rescale_data"
 
 FILES, FOLDERS = "files", "folders"
 _MAX_FOLDERS = 64
-_OPENING_THREADS = 16
 _DAMAGE_ERRORS = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
 
@@ -122,12 +119,12 @@ class FragmentedSource(FiledSource):
         path_list = [paths] if isinstance(paths, str | os.PathLike) else paths
         spec = {"version": INDEX_FORMAT_VERSION, "format": self.FORMAT, **self._index_arguments()}
         if self._index_dir is None:
-            folder = os.path.join(root, INDEX_FOLDER)
             path_list = [os.path.relpath(os.path.expanduser(path), root) for path in path_list]
-            return IndexFolder(folder, spec, digest(path_list), self.FILES_A_PART)
-        filesystem_name = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
-        spec |= {"root": root, "filesystem": filesystem_name}
-        return IndexFolder(self._index_dir, spec, digest([os.fspath(path) for path in path_list]), self.FILES_A_PART)
+        else:
+            filesystem_name = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
+            spec |= {"root": root, "filesystem": filesystem_name}
+        folder = self._index_dir or os.path.join(root, INDEX_FOLDER)
+        return IndexFolder(folder, spec, digest([os.fspath(path) for path in path_list]), self.FILES_A_PART)
 
     def _index_arguments(self) -> Mapping[str, Any]:
         """Return the arguments on which fragments depend, as JSON values."""
@@ -231,7 +228,7 @@ class FragmentedSource(FiledSource):
             ) from error
 
     def _read_footers(self, file_indices: Sequence[int]) -> list[Footer]:
-        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
             return list(pool.map(self._try_footer, file_indices))
 
     def _try_footer(self, file: int) -> Footer:
@@ -268,14 +265,10 @@ def short_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
         by_folder.setdefault(folder if slash else ".", []).append(file)
     if len(by_folder) > _MAX_FOLDERS:
         by_folder = {".": list(manifest[FILES])}
-    table = [[name, len(files), _digest(files), num_rows({FILES: files})] for name, files in sorted(by_folder.items())]
+    table = [[name, len(files), digest(files), num_rows({FILES: files})] for name, files in sorted(by_folder.items())]
     return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: table}
 
 
 def num_rows(manifest: Mapping[str, Any]) -> int:
     """Return the total number of rows in the files or folders of a manifest."""
     return sum(int(entry[-1]) for entry in manifest.get(FILES) or manifest.get(FOLDERS) or ())
-
-
-def _digest(files: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()

@@ -15,6 +15,9 @@ from rescale_data.state import Ints
 
 NamedArrays = Mapping[str, npt.NDArray[Any]]
 
+MAX_FRAGMENT_ROWS = 1024
+"""Rows of a fragment at most, in formats whose files have no fragments of their own size."""
+
 _PLACE = "place."
 _ARRAYS = ("starts", "nbytes", "files", "kind_of", "chosen", "unfiltered_rows")
 
@@ -80,6 +83,10 @@ class Fragments:
 
     def first_row(self, file: int) -> int:
         return int(self.starts[self.files[file]])
+
+    def rows_in_file(self, fragment: int) -> slice:
+        """Return the rows of a fragment, as numbers within its file."""
+        return slice(*(self.starts[fragment : fragment + 2] - self.first_row(self.file_of(fragment))).tolist())
 
     def rows_of(self, file: int) -> range:
         """Return the range of the source's rows that are in a file, given the number of the file."""
@@ -154,10 +161,21 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     )
 
 
-def adjacent_locations(byte_bounds: Ints) -> tuple[Ints, dict[str, Ints]]:
-    """Return sizes and locations of adjacent fragments, given the bytes at which they begin and the last one ends."""
-    lengths = np.diff(byte_bounds)
-    return lengths, {"offset": byte_bounds[:-1], "length": lengths}
+def contiguous_footer(
+    starts: Ints, max_bytes: int, facts: Mapping[str, Any], arrays: NamedArrays | None = None
+) -> Footer:
+    """Return the footer of a file whose rows lie end to end; each fragment has as many rows as the limits allow.
+
+    Args:
+        starts: ``int64[R + 1]``, the byte at which each row begins, and the byte at which the last one ends.
+        max_bytes: Bytes of a fragment at most, unless its only row has more.
+        facts: `Footer.format_facts`.
+        arrays: `Footer.arrays`.
+    """
+    cuts = group_pieces(np.arange(len(starts)), starts, MAX_FRAGMENT_ROWS, max_bytes)
+    bounds = starts[cuts]
+    lengths = np.diff(bounds)
+    return Footer(np.diff(cuts), lengths, {"offset": bounds[:-1], "length": lengths}, facts, arrays=arrays or {})
 
 
 def group_pieces(cumulative_rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:

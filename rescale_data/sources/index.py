@@ -36,7 +36,7 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
 INDEX_FORMAT_VERSION = 6
-_OPENING_THREADS = 16
+OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
 _FILE_DIGESTS_ARRAY, _PARTS_ARRAY = "probes", "parts"
 ARRAY_PREFIX = "own."
@@ -83,11 +83,9 @@ class IndexFolder:
     def index_bundles(self, prefix: str = "") -> Iterator[Bundle]:
         """Yield the indices in the folder whose names begin with ``prefix``, the newest first, except damaged ones."""
         write_times: dict[str, int] = {}
-        with suppress(OSError):
-            for entry in os.scandir(self.folder):
-                if entry.name.startswith(prefix) and entry.name.endswith(_INDEX_SUFFIX):
-                    with suppress(FileNotFoundError):  # deleted after it was listed
-                        write_times[entry.path] = entry.stat().st_mtime_ns
+        for path in glob.glob(os.path.join(glob.escape(self.folder), f"{prefix}*{_INDEX_SUFFIX}")):
+            with suppress(OSError):  # deleted after it was listed
+                write_times[path] = os.stat(path).st_mtime_ns
         for path in sorted(write_times, key=write_times.__getitem__, reverse=True):
             with suppress(FileNotFoundError, ValueError):
                 yield Bundle(path)
@@ -128,7 +126,7 @@ class IndexFolder:
     def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read_footers: ReadFooters) -> None:
         """Write the missing parts of an index: first the ones that no other process is writing, then the unfinished ones."""
         shuffled_parts = random.sample(list(files_by_part), len(files_by_part))
-        with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
+        with ThreadPoolExecutor(max(1, OPENING_THREADS // self.files_a_part)) as pool:
             for wait in (False, True):
                 make = partial(make_part, read_footers=read_footers, wait=wait)
                 list(pool.map(make, shuffled_parts, map(files_by_part.__getitem__, shuffled_parts)))
@@ -170,7 +168,7 @@ class IndexFolder:
         parts = string_arrays(_PARTS_ARRAY, [footers[name][1] for name in files.names])
         facts: dict[str, Any] = {"about": self.identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
-        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
+        with ThreadPoolExecutor(OPENING_THREADS) as pool:
             digests = string_arrays(_FILE_DIGESTS_ARRAY, list(pool.map(files.probe_digest, range(len(files.names)))))
         sizes = np.array(files.sizes, dtype=np.int64)
         listing = {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}

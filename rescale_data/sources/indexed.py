@@ -6,12 +6,11 @@ import logging
 import os
 import posixpath
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
@@ -21,25 +20,11 @@ from rescale_data.sources.files.blocks import BlockRangeReader, codec_of, decomp
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.ranges import RangeReader
-from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
+from rescale_data.sources.fragments import Footer
 from rescale_data.sources.index import ARRAY_PREFIX, make_part
-from rescale_data.state import Ints
 
-FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
-
-
-def make_footer(starts: Ints, arrays: NamedArrays, facts: Mapping[str, Any] | None = None) -> Footer:
-    """Return the footer of a file that was scanned.
-
-    Args:
-        starts: ``int64[R + 1]``, the byte at which each row begins, and the byte at which the last one ends.
-        arrays: Other arrays that the format keeps, by name.
-        facts: Other facts that the format keeps, as JSON values.
-    """
-    cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-    return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
 
 
 @checks_argument_types
@@ -85,11 +70,6 @@ class IndexedSource(FileSource):
     def _array(self, file: int, name: str) -> npt.NDArray[Any]:
         """Return an array that was stored when a file was scanned, such as ``starts``, the bytes at which its rows begin."""
         return self._file_handle(file).kept.array(ARRAY_PREFIX + name)
-
-    def _rows_in_file(self, fragment: int) -> tuple[int, slice]:
-        """Return the file of a fragment, and the slice of that file's rows."""
-        file = self._index.file_of(fragment)
-        return file, slice(*(self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist())
 
     def _open_range_reader(self, file: int, part_path: str) -> RangeReader:
         """Return an object that reads byte ranges of a file.

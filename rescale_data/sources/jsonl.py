@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from string import whitespace
 from typing import Any, ClassVar, cast
 
@@ -13,9 +12,9 @@ import numpy as np
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
-from rescale_data.sources.fragments import Footer
-from rescale_data.sources.indexed import IndexedSource, make_footer
-from rescale_data.sources.source import BadRow, RowRanges
+from rescale_data.sources.fragments import Footer, contiguous_footer
+from rescale_data.sources.indexed import FRAGMENT_BYTES, IndexedSource
+from rescale_data.sources.source import BadRow, Tokens
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
@@ -66,27 +65,22 @@ class JsonlSource(IndexedSource):
     def has_texts(self, column: str) -> bool:
         return True
 
-    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
+    def texts(self, column: str, rows: Ints) -> Tokens:
         fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
         indices, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*fragment_list}}
-        parsed = (parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, indices, strict=True))
-        strings = [select_columns(row, self.columns)[column] for row in parsed]
-        if {*map(type, strings)} - {str}:
-            raise BadRow(f"{column!r} is not a string in each of these rows.")
-        return strings
+        parsed = [parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, indices, strict=True)]
+        texts = [*map(str.encode, (select_columns(row, self.columns)[column] for row in parsed))]
+        return Tokens(np.frombuffer(b"".join(texts), dtype=np.uint8), np.cumsum([0, *map(len, texts)]))
 
     def _scan_file(self, range_reader: RangeReader) -> Footer:
         starts, empty_line_positions = find_lines(range_reader)
-        return make_footer(starts, {"empty": empty_line_positions})
+        return contiguous_footer(starts, FRAGMENT_BYTES, {}, {"starts": starts, "empty": empty_line_positions})
 
-    def _load(self, fragment: int) -> FragmentRows:
-        data = self._read_raw_bytes(fragment)
-        file, rows = self._rows_in_file(fragment)
-        starts = self._array(file, "starts")[rows.start : rows.stop + 1]
-        lines = _Lines(data, starts - starts[0], self.columns)
-        self._file_handle(file).ranges.release_with(lines, data)
-        return lines
+    def _rows_from_bytes(self, data: ArrowBuffer, fragment: int) -> FragmentRows:
+        rows = self._index.rows_in_file(fragment)
+        starts = self._array(self._index.file_of(fragment), "starts")[rows.start : rows.stop + 1]
+        return _Lines(data, starts - starts[0], self.columns)
 
 
 class _Lines:
@@ -115,11 +109,11 @@ def select_columns(row: dict[str, Any], columns: Sequence[str] | None) -> dict[s
 
 def parse(line: memoryview) -> dict[str, Any]:
     """Parse the JSON object in a line; raise `BadRow` if the line contains anything else."""
-    value, text, end = None, "", 0
-    # Takes a third of the time of json.loads, which first detects the encoding
-    with suppress(ValueError, StopIteration, RecursionError):
+    try:  # takes a third of the time of json.loads, which first detects the encoding
         text = str(line, "utf-8", "surrogatepass")
         value, end = _scan_json(text, 0)
+    except (ValueError, StopIteration, RecursionError):
+        value, text, end = None, "", 0
     if value is None or text[end:].strip(whitespace):
         value = _parse_slowly(bytes(line).strip())
     if not isinstance(value, dict):

@@ -15,12 +15,11 @@ import numpy as np
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.file_source import FileSource, OpenFile
 from rescale_data.sources.files.ranges import ArrowBuffer
-from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
+from rescale_data.sources.fragments import Footer, contiguous_footer
 from rescale_data.sources.source import RowRanges, Tokens, TokenSource
 from rescale_data.state import Ints
 
 TOKEN_COLUMN = "tokens"
-FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
@@ -88,8 +87,7 @@ class MegatronSource(FileSource, TokenSource):
             raise ValueError(f"its index speaks of {int(starts[-1])} bytes of tokens, it has {self._files.sizes[file]}")
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
-        cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), {"dtype": index.dtype.str})
+        return contiguous_footer(starts, FRAGMENT_BYTES, {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> OpenFile:
         return OpenFile(self._files.reader_of(file), _DocumentIndex(self._footer_bytes(file)))
@@ -103,15 +101,10 @@ class MegatronSource(FileSource, TokenSource):
             raise FileNotFoundError(f"{self._files.path(file)} has no index: there is no {path}.") from error
         return ranges.read(0, ranges.size)
 
-    def _load(self, fragment: int) -> _Documents:
-        file = self._index.file_of(fragment)
-        data = self._read_raw_bytes(fragment)
-        open_file: OpenFile = self._file_handle(file)
-        start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        starts, dtype = open_file.kept.document_offsets(start, stop), open_file.kept.dtype
-        documents = _Documents(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
-        open_file.ranges.release_with(documents, data)  # a packer may keep the tokens longer than the cache does
-        return documents
+    def _rows_from_bytes(self, data: ArrowBuffer, fragment: int) -> _Documents:
+        rows, index = self._index.rows_in_file(fragment), self._file_handle(self._index.file_of(fragment)).kept
+        starts = index.document_offsets(rows.start, rows.stop)
+        return _Documents(np.frombuffer(data, dtype=index.dtype), (starts - starts[0]) // index.dtype.itemsize)
 
 
 class _Documents(Tokens):

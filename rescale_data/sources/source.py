@@ -135,17 +135,11 @@ class Source(BaseSource):
         return [self.row(index) for index in indices]
 
     def has_texts(self, column: str) -> bool:
-        """Return true if `texts` reads many strings of a column at a time."""
+        """True if the strings of a column can be read many at a time: as the tokens of a `TokenSource`, else by `texts`."""
         return False
 
-    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
-        """Return the strings of one column in the given rows, without the other columns. Raises if `row` would.
-
-        Args:
-            column: The column.
-            rows: ``int64[n]``.
-            share: Read the pieces of this share; `None` for whole fragments.
-        """
+    def texts(self, column: str, rows: Ints) -> Tokens:
+        """Return the UTF-8 bytes of a column's strings in the given rows, ``int64[n]``. Raises if one of them is no string."""
         raise NotImplementedError
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int | None:
@@ -218,7 +212,10 @@ class Tokens:
 
 
 class TokenSource(Source):
-    """Source whose token columns can be read as arrays, a fragment at a time, without a Python object for each row."""
+    """Source whose token columns can be read as arrays, a fragment at a time, without a Python object for each row.
+
+    A column of strings (`has_texts`) is read in the same way, as the UTF-8 bytes of its strings.
+    """
 
     decodes_ahead: ClassVar[bool] = False
     """True if decoding a fragment takes so long that another thread should begin it before it is needed (`decode_ahead`)."""

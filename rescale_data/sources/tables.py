@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +37,6 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.fragments import Footer, join_footers
 from rescale_data.sources.source import RowRange, RowRanges, Tokens, TokenSource
-from rescale_data.state import Ints
 
 
 @checks_argument_types
@@ -123,19 +122,7 @@ class TableSource(FileSource, TokenSource):
             return piece.tokens
 
     def has_texts(self, column: str) -> bool:
-        return self.columns == [column] and is_text(self._schema.field(column).type)
-
-    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
-        fragments, strings = np.searchsorted(self._index.starts, rows, side="right") - 1, [""] * len(rows)
-        for fragment in np.unique(fragments).tolist():
-            piece = None if share is None else self._piece(fragment, share)
-            decoded, first_row = (self._rows(fragment), 0) if piece is None else (piece.rows, piece.start)
-            indices = np.flatnonzero(fragments == fragment)
-            rows_in_fragment = rows[indices] - self._index.starts[fragment] - first_row
-            texts = cast(Fragment, decoded).texts(column, rows_in_fragment)
-            for index, text in zip(indices.tolist(), texts, strict=True):
-                strings[index] = text
-        return strings
+        return column in self._schema.names and is_text(self._schema.field(column).type)
 
     def _piece(self, fragment: int, share: RowRanges, column: str | None = None) -> FragmentPiece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""

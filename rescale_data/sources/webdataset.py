@@ -20,8 +20,8 @@ from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.bundle import string_arrays
 from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader, RangesFile
-from rescale_data.sources.fragments import Footer, cumulative_sums
-from rescale_data.sources.indexed import IndexedSource, make_footer
+from rescale_data.sources.fragments import Footer, contiguous_footer, cumulative_sums
+from rescale_data.sources.indexed import FRAGMENT_BYTES, IndexedSource
 from rescale_data.sources.source import BadRow
 from rescale_data.state import Ints
 
@@ -96,18 +96,15 @@ class WebDatasetSource(IndexedSource):
     def _scan_file(self, range_reader: RangeReader) -> Footer:
         return _group_members(list(read_tar_members(range_reader)))
 
-    def _load(self, fragment: int) -> FragmentRows:
-        data = self._read_raw_bytes(fragment)
-        file, rows = self._rows_in_file(fragment)
+    def _rows_from_bytes(self, data: ArrowBuffer, fragment: int) -> FragmentRows:
+        file, rows = self._index.file_of(fragment), self._index.rows_in_file(fragment)
         names = list(self._index.facts_of(file)["counts"])
         bounds, key_ends = (self._array(file, name)[rows.start : rows.stop + 1] for name in ("first", "keys.ends"))
         keys = self._array(file, "keys.text")[key_ends[0] : key_ends[-1]].tobytes()
         members = [self._array(file, name)[bounds[0] : bounds[-1]] for name in ("column", "offset", "size")]
         table = np.stack(members, dtype=np.int64)
         table[1] -= self._index.location("offset", fragment)
-        samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
-        self._file_handle(file).ranges.release_with(samples, data)
-        return samples
+        return _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,4 +199,5 @@ def _group_members(members: Sequence[TarMember]) -> Footer:
         **string_arrays("keys", [sample[0].key for sample in samples]),
     }
     starts = [sample[0].header_offset for sample in samples] + [files[-1].offset + files[-1].size if files else 0]
-    return make_footer(np.array(starts, dtype=np.int64), arrays, {"counts": counts, "links": len(members) - len(files)})
+    facts = {"counts": counts, "links": len(members) - len(files)}
+    return contiguous_footer(np.array(starts, dtype=np.int64), FRAGMENT_BYTES, facts, arrays)

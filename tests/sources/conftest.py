@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from rescale_data.sources import indexed, megatron
+from rescale_data.sources import fragments
 from rescale_data.sources.files import remote
 from tests.sources.far import Far
 
@@ -17,8 +17,7 @@ def packed(request):
 @pytest.fixture
 def small_fragments(monkeypatch):
     """Fragments of seven rows, of formats that have none of their own."""
-    for module in (indexed, megatron):
-        monkeypatch.setattr(module, "FRAGMENT_ROWS", 7)
+    monkeypatch.setattr(fragments, "MAX_FRAGMENT_ROWS", 7)
 
 
 @pytest.fixture

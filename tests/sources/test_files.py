@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.below import skip
-from rescale_data.sources import arrow, megatron
+from rescale_data.sources import arrow, fragments
 from rescale_data.sources.decoded.cache import cache, open_files
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.fragments import cumulative_sums, group_pieces
@@ -207,8 +207,8 @@ class TestMemory:
 
     @pytest.mark.parametrize("kind", ["arrow", "megatron"])
     def test_some_of_a_mapped_source_larger_than_the_budget_stays(self, kind, tmp_path, monkeypatch):
-        monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 64)
-        monkeypatch.setattr(megatron, "FRAGMENT_ROWS", 64)
+        for module in (arrow, fragments):
+            monkeypatch.setattr(module, "MAX_FRAGMENT_ROWS", 64)
         docs = (np.arange(24 * 64 * 800) % 60_000).reshape(-1, 800).tolist()
         if kind == "arrow":
             write_table(tmp_path / "a.arrow", {"tokens": pa.array(docs, pa.list_(pa.uint16()))}, 64)

@@ -1,6 +1,7 @@
 """One process that serves many shards of large fragments: each is decoded once an epoch, within the bounds."""
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -187,18 +188,23 @@ TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa
 
 
 @pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside others"])
 @pytest.mark.parametrize("num_shards", [1, 50])
-def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(kind, num_shards, tmp_path, monkeypatch):
-    """A null is an error in the turn of its row."""
-    texts = [f"{row % 700:04d}" * 40 for row in range(NUM_ROWS)]
-    texts[1100] = None
-    column = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts, kind)
-    write_table(tmp_path / "a.parquet", {"text": column, "number": range(NUM_ROWS)}, GROUP)
-    source, num_rows_alone, found = small(tmp_path, columns=["text"]), 0, []
+@pytest.mark.parametrize("null_row", [None, 1100])
+def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(
+    kind, others, num_shards, null_row, tmp_path, monkeypatch
+):
+    """A null is an error in the turn of its row; what other columns hold is nothing to the text."""
+    texts = [f"{row % 700:04d} é" * (row % 60) for row in range(NUM_ROWS)]
+    column = pa.array([None if row == null_row else text for row, text in enumerate(texts)])
+    column = column.dictionary_encode() if pa.types.is_dictionary(kind) else column.cast(kind)
+    lists = pa.array([[null_row]] * NUM_ROWS, pa.list_(pa.int32()))  # of nulls, in which each row alone is an error
+    write_table(tmp_path / "a.parquet", {"text": column, "number": range(NUM_ROWS), "lists": lists}, GROUP)
+    source, num_rows_alone, found = small(tmp_path, columns=None if others else ["text"]), 0, []
     read = {name: getattr(rd.ParquetSource, name) for name in ("row", "row_of")}
 
-    def numbers(given):
-        return [[int(text[:4]) if text.isdigit() else 0] for text in given]
+    def letters(given):
+        return [[1, *map(ord, text)] for text in given]
 
     def count(name, *given):
         nonlocal num_rows_alone
@@ -208,11 +214,12 @@ def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(kind, num_shar
     for name in read:
         monkeypatch.setattr(rd.ParquetSource, name, lambda *given, name=name: count(name, *given))
     readers = [rd.Reader(source, rd.Shard(i, num_shards), shuffle=False) for i in range(num_shards)]
-    tokenized = [rd.Tokenize(reader, numbers, "text") for reader in readers]
-    packers = [rd.TokenPacker(node, column="tokens", seq_len=1, eos_id=None) for node in tokenized]
-    with pytest.raises(ValueError, match="under that key a NoneType"):
-        found.extend(int(packed["tokens"][0]) for packer in packers for packed in packer)
-    assert found == [row % 700 for row in range(1100)]
-    assert 1 <= num_rows_alone < 200
-    assert not rd.ParquetSource(tmp_path).has_texts("text"), "a row has more, which may be no good"
-    assert not rd.ParquetSource(tmp_path, columns=["number"]).has_texts("number")
+    tokenized = [rd.Tokenize(reader, letters, "text") for reader in readers]
+    packers = [rd.WholeDocumentPacker(node, column="tokens", seq_len=1000, window=1) for node in tokenized]
+    with nullcontext() if null_row is None else pytest.raises(ValueError, match="under that key a NoneType"):
+        for packer in packers:
+            found.extend("".join(map(chr, packed["tokens"][1:])).rstrip("\0") for packed in packer)
+    assert found == texts[:null_row]
+    assert num_rows_alone <= (0 if null_row is None else GROUP)
+    assert readers[0].parameters()["columns"] == source.columns, "as where a row is read alone"
+    assert not any(map(source.has_texts, ["number", "none"]))

@@ -22,7 +22,6 @@ ExcludedRows: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int]
 """Rows of a source: ``{file: rows in it}`` for a source of files, numbered as in messages; else row numbers."""
 
 _MAX_BLOCKLISTS = 1024
-_ROWS_PER_READ = 1024
 _log = logging.getLogger("rescale_data")
 
 
@@ -153,22 +152,15 @@ def _kind(value_type: type) -> str:
 
 def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
     """Yield each row number with the row's value of a column, or with the error that reading it raised."""
-    for first_row in range(0, source.num_rows, _ROWS_PER_READ):
-        rows = range(first_row, min(first_row + _ROWS_PER_READ, source.num_rows))
+    for row in range(source.num_rows):
         try:
-            if not source.has_texts(column):
-                raise TypeError
-            yield from zip(rows, source.texts(column, np.array(rows)), strict=True)
-        except Exception:  # no strings, or a row among them that cannot be read
-            for row in rows:
-                try:
-                    value = source.row(row)[column]
-                    hash(value)
-                except source.faults:
-                    raise
-                except Exception as error:
-                    value = error
-                yield row, value
+            value = source.row(row)[column]
+            hash(value)
+        except source.faults:
+            raise
+        except Exception as error:
+            value = error
+        yield row, value
 
 
 def _to_source_rows(source: Source, excluded: ExcludedRows) -> Iterator[Ints]:

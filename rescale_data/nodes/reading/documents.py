@@ -1,10 +1,12 @@
-"""`DocumentReader` and `TextReader`: read a column of tokens or strings from any position, many rows at a time."""
+"""`DocumentReader`: reads a column of tokens or strings from any position, many rows at a time; `TextDocuments` is one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans
+import numpy as np
+
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.sources.source import Source
 from rescale_data.state import copy_of
 
@@ -16,7 +18,7 @@ class DocumentReader(Protocol):
     """Reads the documents of a node in order, many at a time. ``position`` is a row of int64 numbers of that node.
 
     State is in ``position`` alone; the node itself may move where samples are read one at a time. The caller reads ahead, and
-    ``spans.move(position, n)`` moves its position behind the first n documents.
+    ``spans.move(position, n)`` moves its position behind the first n documents. The tokens of a string are its UTF-8 bytes.
 
         spans = documents.read(position, max_documents)  # as many as are at hand
         spans.move(position, len(spans))        # behind all of them: read goes on there
@@ -39,24 +41,23 @@ class DocumentReader(Protocol):
         ...
 
 
-class TextReader:
-    """Reads a string column of one logical shard, many rows at a time; positions are the positions of its `Reader`."""
+class TextDocuments:
+    """Reads the strings of one logical shard by `Source.texts`; positions are the positions of its `Reader`."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
-    def read(self, position: memoryview, max_texts: int) -> tuple[list[str], PositionUpdates]:
-        """Return up to ``max_texts`` next texts and the position update of each; no texts at the end of the epoch.
+    is_costly_to_read = True
 
-        If it raises, the caller reads samples of the node instead, and these raise an error with the row.
-        """
+    def read(self, position: memoryview, max_documents: int) -> Spans:
         next_position = copy_of(position)
         if not self._reader.to_next_row(next_position):
-            return [], NO_UPDATES
-        rows = self._reader.rows_from(next_position[0], next_position[1])[:max_texts]
+            return EMPTY_SPANS
+        rows = self._reader.rows_from(next_position[0], next_position[1])[:max_documents]
         unblocked, moves = self._reader.moves(position, next_position, len(rows))
-        share = self._reader.share(next_position[0])
-        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked], share), moves
+        texts = self._source.texts(self._column, rows if unblocked is None else rows[unblocked])
+        length = np.diff(texts.offsets)
+        return Spans((texts.values,), np.zeros_like(length), texts.offsets[:-1], length, moves, (None,))
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_epoch_at_unblocked_row(position)

@@ -61,7 +61,7 @@ class DocBlock:
 
 
 class FragmentDocuments:
-    """Reads a token column of one logical shard from decoded fragments; positions are the positions of its `Reader`.
+    """Reads a column of one logical shard from decoded fragments; positions are the positions of its `Reader`.
 
     Documents stay where they were decoded, while the cache has room for the fragments of all shards. Otherwise several
     documents at a time are copied out of the fragments, so that a fragment is not decoded for each sample. If decoding is
@@ -69,7 +69,7 @@ class FragmentDocuments:
 
     Args:
         source: The source.
-        column: Its column of lists of integers.
+        column: Its column of lists of integers, or of strings (`Source.has_texts`).
         reader: Gives the order of the shard, and the moves of its position.
     """
 
@@ -79,7 +79,6 @@ class FragmentDocuments:
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, reader: Reader) -> None:
-        source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._source_key, self._column, self._reader = source, owner_id(source), column, reader

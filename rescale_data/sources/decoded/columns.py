@@ -21,7 +21,6 @@ from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.files.ranges import ArrowBuffer
 from rescale_data.sources.source import BadRow, Tokens
-from rescale_data.state import Ints
 
 
 class NullValueError(BadRow):
@@ -46,17 +45,6 @@ class Fragment:
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: get_value(index) for name, get_value in self._value_getters.items()}
-
-    def texts(self, name: str, rows: Ints) -> list[str]:
-        """Return the strings of a column (`is_text`) in some rows; raise `BadRow` if one is null."""
-        array: ArrowArray = self._value_getters[name].args[0]
-        try:
-            texts = array.take(pa.array(rows)).to_pylist()
-        except pa.ArrowNotImplementedError:  # of string_view
-            texts = [array[row].as_py() for row in rows.tolist()]
-        if None in texts:
-            raise BadRow(f"{name!r} is not a string in each of these rows.")
-        return texts
 
 
 class FragmentPiece:
@@ -109,11 +97,30 @@ def _object_value(array: ArrowArray, row: int) -> Any:
     return array[row].as_py()
 
 
-def token_lists(array: ArrowArray) -> Tokens:
-    """Return a column of lists of integers as flat values and offsets; `NullValueError` with the row of the first null."""
+def token_lists(column: ArrowArray) -> Tokens:
+    """Return a column of lists of integers, or of strings, as flat values and offsets.
+
+    Raises:
+        NullValueError: A value is null or contains a null; the error has the row of the first one.
+    """
+    array = _to_lists(column)
     if (lists := flat_lists(array)) is None:
         raise NullValueError(next(i for i, each in enumerate(array) if not each.is_valid or each.values.null_count))
     return lists
+
+
+def _to_lists(column: ArrowArray) -> ArrowArray:
+    """Return a column of strings as lists of their UTF-8 bytes, and any other column unchanged."""
+    return pa.chunked_array(map(_to_byte_lists, column.chunks)) if is_text(column.type) else column
+
+
+def _to_byte_lists(strings: ArrowArray) -> ArrowArray:
+    if not (kinds.is_string(strings.type) or kinds.is_large_string(strings.type)):
+        strings = strings.cast(pa.large_string())  # of a dictionary, or string_view
+    list_type = (pa.list_ if kinds.is_string(strings.type) else pa.large_list)(pa.uint8())
+    validity, offsets, data = strings.buffers()
+    values = pa.Array.from_buffers(pa.uint8(), 0 if data is None else data.size, [None, data])
+    return pa.Array.from_buffers(list_type, len(strings), [validity, offsets], offset=strings.offset, children=[values])
 
 
 def flat_lists(array: ArrowArray) -> Tokens | None:
@@ -170,15 +177,15 @@ ArrayBytes: TypeAlias = tuple[np.dtype[Any], int, int]
 
 
 class ListBytes(NamedTuple):
-    """The places, in a buffer, of the values and of the offsets of a column of lists without nulls."""
+    """The places, in a buffer, of the values and of the offsets of a column of lists or strings without nulls."""
 
     values: ArrayBytes
     offsets: ArrayBytes
 
     @staticmethod
-    def find(lists: ArrowArray, data: ArrowBuffer) -> ListBytes | None:
-        """Return the place of a column of lists that Arrow read from ``data`` without a copy; `None` if Arrow copied it."""
-        chunk = lists.chunk(0) if lists.num_chunks == 1 else None
+    def find(column: ArrowArray, data: ArrowBuffer) -> ListBytes | None:
+        """Return the place of a column that Arrow read from ``data`` without a copy; `None` if Arrow copied it."""
+        chunk = _to_lists(column).chunk(0) if column.num_chunks == 1 else None
         if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
             return None
         values = _array_place(chunk.values.to_numpy(zero_copy_only=False), data)

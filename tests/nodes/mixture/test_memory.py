@@ -53,7 +53,7 @@ def sources_of(paths: list[Path], **given: Any) -> dict[str, ParquetSource]:
 class OneMore(rd.Reader):
     """A user's own, which no other reader stands in for."""
 
-    open_documents = texts = skip = epoch_end = None  # type: ignore[assignment]
+    open_documents = open_texts = skip = epoch_end = None  # type: ignore[assignment]
 
     def next(self) -> Any:
         sample = super().next()
