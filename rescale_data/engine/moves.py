@@ -34,7 +34,7 @@ from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
 from rescale_data.state import Ints
 
-_NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
+_NO_END_SEEN = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_PER_CHECK = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
 
@@ -55,7 +55,7 @@ def next_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
         return _next_remainder_round(cursor, ends)
     samples_left = cursor.segment.samples_left - cursor.segment.samples_delivered(cursor.u)
     num_delivered = cursor.segment.samples_before(cursor.u)
-    return _begin_remainder(cursor, cursor.positions.copy(), samples_left, num_delivered, ends, is_known=True)
+    return _begin_remainder(cursor, cursor.positions.copy(), samples_left, num_delivered, ends, is_size_known=True)
 
 
 def _plan_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
@@ -70,24 +70,24 @@ def _plan_segment(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
         return _next_remainder_round(cursor, ends)
     else:
         drawn = samples - Remainder(layout, planned, samples, False).samples_delivered(cursor.u)
-        segment = _remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None)
+        segment = _remainder_segment(ends, cursor.u, planned, drawn, is_size_known=num_left is not None)
     return cursor._replace(segment=segment, owners=ends.owners)
 
 
 def _next_remainder_round(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     """Return the cursor at the next round of a remainder (the end of an epoch) if the size of an epoch is found by reading."""
-    table, num_left = ends.plan_remainder_round(cursor)
-    return _begin_remainder(cursor, table.copy(), num_left, table[:, SAMPLES].copy(), ends, is_known=False)
+    table, samples_left = ends.plan_remainder_round(cursor)
+    return _begin_remainder(cursor, table.copy(), samples_left, table[:, SAMPLES].copy(), ends, is_size_known=False)
 
 
 def _begin_remainder(
-    cursor: Cursor, table: Ints, num_left: Ints, drawn: Ints, ends: EpochEndFinder, *, is_known: bool
+    cursor: Cursor, table: Ints, samples_left: Ints, drawn: Ints, ends: EpochEndFinder, *, is_size_known: bool
 ) -> Cursor:
     """Return the cursor at the start of a remainder, in which `samples_left` samples of each shard are redistributed."""
-    table[:, REMAINDER_COLUMN] = num_left
+    table[:, REMAINDER_COLUMN] = samples_left
     clock = cursor.clock_now(ends.layout).with_origin_now(ends.layout.global_batch_size)
-    segment = _remainder_segment(ends, 0, num_left, drawn, is_known=is_known)
-    return _moved_cursor(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
+    segment = _remainder_segment(ends, 0, samples_left, drawn, is_size_known=is_size_known)
+    return _cursor_at_clock(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 
 def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEndFinder) -> Cursor:
@@ -112,30 +112,30 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEndFinder) -> Cu
         dropped_samples=clock.dropped_samples + num_dropped,
         padded_samples=clock.padded_samples + remainder.num_padding_samples,
     )
-    return _moved_cursor(cursor, clock, table, ends)._replace(segment=None, epoch_ended=True)
+    return _cursor_at_clock(cursor, clock, table, ends)._replace(segment=None, epoch_ended=True)
 
 
 def _begin_epoch(cursor: Cursor, ends: EpochEndFinder) -> Cursor:
     table = cursor.positions.copy()
     table[:, REMAINDER_COLUMN] = NO_REMAINDER
     clock = cursor.clock_now(ends.layout).next_epoch(ends.layout.global_batch_size)
-    return _moved_cursor(cursor, clock, table, ends)._replace(
+    return _cursor_at_clock(cursor, clock, table, ends)._replace(
         epoch_ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1
     )
 
 
-def _moved_cursor(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEndFinder) -> Cursor:
+def _cursor_at_clock(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEndFinder) -> Cursor:
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 
 def _remainder_segment(
-    ends: EpochEndFinder, u: int, samples_left: Ints, samples: Ints, *, is_known: bool
+    ends: EpochEndFinder, u: int, samples_left: Ints, samples: Ints, *, is_size_known: bool
 ) -> EpochSegment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
-    is_last = is_known or samples_left.sum() < ends.layout.global_batch_size
+    is_last = is_size_known or samples_left.sum() < ends.layout.global_batch_size
     remainder = Remainder(ends.layout, samples_left, samples, ends.setup.options.tail == "pad" and is_last)
     stop = max(remainder.num_micro_batches, u)
-    return _segment(ends, u, stop, samples, samples_left if is_known else None, remainder)
+    return _segment(ends, u, stop, samples, samples_left if is_size_known else None, remainder)
 
 
 def _segment(
@@ -246,8 +246,8 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
     delivered_so_far, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
 
-    def find() -> int:
-        samples_left = np.full(len(table), _NOT_ENDED)
+    def find_segment_stop() -> int:
+        samples_left = np.full(len(table), _NO_END_SEEN)
         runner = ends.setup.runner
         runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
@@ -263,7 +263,7 @@ def _read_until(cursor: Cursor, segment: EpochSegment, ends: EpochEndFinder, u: 
         return max(cursor.u, layout.epoch_remainder_start(samples, samples_left, cursor.u))
 
     ranks = ends.ranks_at(cursor, step_end)  # not u, to which `_move_cursor` may go
-    stop_batch = int(ranks.begin_gather_ints([call_on_all_ranks(ranks, find)], "ends")().min())
+    stop_batch = int(ranks.begin_gather_ints([call_on_all_ranks(ranks, find_segment_stop)], "ends")().min())
     if stop_batch > u:
         table[ends.owned, SAMPLES] = delivered_so_far[ends.owned]
         return cursor._replace(table=table, u=u)
