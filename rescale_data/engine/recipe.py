@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
-from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.base import BaseNode, Node, record_loader
 from rescale_data.nodes.foreign import as_node, refuse_rank_readers
 from rescale_data.shard import Shard
 from rescale_data.state import Field
-
-_built_nodes: WeakSet[Node[Any]] = WeakSet()
-"""The nodes that a loader has: no other loader may take them."""
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
@@ -66,7 +62,7 @@ def _require_unique_nodes(root: Node[Any]) -> None:
     paths: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
         first_path = paths.setdefault(id(node), path)
-        if node in _built_nodes:
+        if not record_loader(node):
             reuse = (
                 f"stands at {path_name(first_path)}, too" if first_path is not path else "an earlier call had returned"
             )
@@ -74,7 +70,6 @@ def _require_unique_nodes(root: Node[Any]) -> None:
                 f"The pipeline has a {type(node).__name__} ({path_name(path)}) that {reuse}, and a node has one position. Make "
                 f"one for each place, anew in each call and without a cache: rd.Reader(source, shard); sources may be shared."
             )
-        _built_nodes.add(node)
 
 
 def _require_own_shard(root: Node[Any], shard: Shard) -> None:

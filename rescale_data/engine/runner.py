@@ -17,7 +17,7 @@ from rescale_data.layout.batch_shards import BatchShards
 from rescale_data.nodes.abilities import VerifiesRows, WritesManySamples
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
-from rescale_data.nodes.below import columns_of, epoch_end, share_memory_with, skip, skip_ahead, skip_epochs
+from rescale_data.nodes.below import columns_of, epoch_end, skip, skip_ahead, skip_epochs
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.sources.decoded.interest import record_served_shards
@@ -265,7 +265,6 @@ class ShardRunner:
                     f"The pipeline of logical shard {shard} yields the columns {columns_of(node)}, the first one "
                     f"{self._columns}. Samples of all shards make up one batch, so they are alike."
                 )
-            share_memory_with(node, next(iter(self._built_nodes.values())))
         if type(node) is not type(self.schema.root):
             self._write_many = _write_no_rows
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-    from rescale_data.nodes.base import Node, View
+    from rescale_data.nodes.base import View
     from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats
     from rescale_data.nodes.reading.documents import DocumentReader
     from rescale_data.state import Ints
@@ -273,10 +273,6 @@ class Mixes(Ability):
     @abstractmethod
     def sample_id_slots(self) -> list[int]:
         """Return the slots of a position that identify the next sample, whatever sources are added or removed."""
-
-    @abstractmethod
-    def share_memory_with(self, other: Node[Any]) -> None:
-        """Share memory with ``other``, the same node in another logical shard; the children share theirs already."""
 
     @abstractmethod
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:

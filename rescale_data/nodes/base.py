@@ -109,7 +109,7 @@ class Node(BaseNode[T]):
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
-        self._is_position_bound = self._epoch_ended = False
+        self._is_position_bound = self._epoch_ended = self._is_in_loader = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
         child_fields = tuple((name, child.fields) for name, child in self.children.items())
         self.fields, self._slices = join_fields(self.FIELDS, child_fields)
@@ -248,15 +248,10 @@ def go_to(node: Node[Any], position: View) -> None:
     node.bind(node.position)
 
 
-def is_position_bound(node: Node[Any]) -> bool:
-    """True if a node has been bound to its position (`Node.bind`), so that it continues from there."""
-    return node._is_position_bound
-
-
-def bind_once(node: Node[Any]) -> None:
-    """Bind a node to its position if it has not been bound yet."""
+def bind_once(node: Node[Any], position: View | None = None) -> None:
+    """Bind a node to ``position``, or else to its own, if it has not been bound yet."""
     if not node._is_position_bound:
-        node.bind(node.position)
+        node.bind(node.position if position is None else position)
 
 
 def drop_position(node: Node[Any]) -> None:
@@ -264,6 +259,12 @@ def drop_position(node: Node[Any]) -> None:
     if node._is_position_bound:
         node._is_position_bound = False
         del node.position
+
+
+def record_loader(node: Node[Any]) -> bool:
+    """Record that a loader has a node; return false if that was recorded before."""
+    was_in_loader, node._is_in_loader = node._is_in_loader, True
+    return not was_in_loader
 
 
 def record_epoch_end(node: Node[Any]) -> None:

@@ -221,11 +221,3 @@ def sample_id_slots(node: Node[Any]) -> list[int]:
         slots += [first_slot + slot for slot in sample_id_slots(child)]
         first_slot += slot_offsets(child.fields)[-1]
     return slots
-
-
-def share_memory_with(node: Node[Any], other: Node[Any]) -> None:
-    """Share memory with ``other``, the same node in another logical shard, for everything that is equal in both."""
-    for name, child in node.children.items():
-        share_memory_with(child, other.children[name])
-    if isinstance(node, Mixes):
-        node.share_memory_with(other)

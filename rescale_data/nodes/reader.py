@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, View, draw_and_drop
-from rescale_data.nodes.error_handler import OnError, error_handler
+from rescale_data.nodes.error_handler import OnError
 from rescale_data.nodes.provenance import with_provenance
-from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
+from rescale_data.nodes.reading.blocklist import ExcludedRows, blocklist_of
+from rescale_data.nodes.reading.core import ReaderArguments, core_of, first_shard_like
 from rescale_data.nodes.reading.documents import DocumentReader, TextDocuments
 from rescale_data.nodes.reading.epochs import DataVersion
 from rescale_data.nodes.reading.fetching import ChunkFetcher, FragmentPrefetcher
-from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
-from rescale_data.nodes.reading.proof import RowDigestChecker
-from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, ShardRows, WindowPlan, check_order, reader_numbers
+from rescale_data.nodes.reading.fragment_documents import DOC_BLOCK, FragmentDocuments
+from rescale_data.nodes.reading.proof import check_digest, digest_after, digests_after_each
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, SourceRows, WindowPlan
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import owner_id
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of, counter
@@ -32,7 +33,7 @@ from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of, counter
 __all__ = ["DEFAULT_WINDOW_ROWS", "Reader"]
 
 _BLOCKED, _LIST_DIGEST_SLOT = -2, -1  # slots, if `exclude` is given
-_CHANGEABLE_ARGUMENTS = frozenset({"exclude"})
+_CHANGEABLE_ARGUMENTS, _NO_ARGUMENTS = frozenset({"exclude"}), frozenset[str]()
 
 
 class Reader(Node[Any]):
@@ -88,16 +89,6 @@ class Reader(Node[Any]):
     BLOCKED: ClassVar[tuple[Field, ...]] = (counter("blocked"), Field(("list",), counts=True))
     """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
     epochs_are_equal = True
-    changeable: frozenset[str] = frozenset()
-    provenance = False
-
-    # Defaults on the class: an instance with more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
-    _chunk_fetcher: ChunkFetcher | None = None
-    _prefetcher: FragmentPrefetcher | None = None
-    _row_checker: RowDigestChecker | None = None
-    blocklist: Blocklist | None = None
-    versions: list[DataVersion] | None = None
-    _on_evict: Callable[[], None] | None = None
 
     @checks_argument_types
     def __init__(
@@ -112,122 +103,101 @@ class Reader(Node[Any]):
         exclude: ExcludedRows | None = None,
     ) -> None:
         require_shard(shard, self)
-        self.shard = self.of_shard = shard
-        self.reads = self.source = as_source(source)
-        if exclude is not None:
-            self.blocklist = blocklist_of(self.source, exclude, shard.index)
-            self.changeable = _CHANGEABLE_ARGUMENTS
-        self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.BLOCKED)
+        source = as_source(source)
+        self.reads, self.of_shard, self.shard = source, shard, shard
+        blocklist = None if exclude is None else blocklist_of(source, exclude, shard.index)
+        self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if blocklist is None else self.BLOCKED)
         super().__init__()
-        self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
-        self._error_handler = error_handler(self, on_error, "while reading", self.source.faults)
-        check_order(shard, shuffle, by_global_batch)
-        self.by_global_batch = by_global_batch
-        self._arguments: dict[str, Any] = {
-            "shuffle": shuffle,
-            "by_global_batch": by_global_batch,
-            "provenance": provenance,
-            "on_error": on_error,
-        }
-        self._reader_number = next(reader_numbers)
-        self._rows: ShardRows | None = None
+        shards = first_shard_like(shard)
+        self.core = core_of(
+            ReaderArguments(type(self), source, shards, shuffle, by_global_batch, provenance, on_error, blocklist)
+        )
         self.farthest_epoch = 0
         """The highest epoch that has been read."""
+        self._plan: WindowPlan | None = None
+        self._share: ShardRowRanges | None = None
         self._used_column: str | None = None  # the only column that is used, however the rows are read
         self._document_column: str | None = None  # the column that is read without its rows
         self._is_epoch_over = self._caches_pieces = False
         self._drawn_row = -1
-        self._share: ShardRowRanges | None = None
-        source = self.source
-        if source.batch_rows > 1:
-            self._chunk_fetcher = ChunkFetcher(source)
-        if source.reads_ahead and source.fragments is not None:
-            self._prefetcher = FragmentPrefetcher(source, source.fragments, self.rows.rows_per_window)
-        if shard.verify:
-            self._row_checker = RowDigestChecker(self)
-        self._only_row_advances = not shard.verify and not self._leaves_out_rows
+        self._chunk_fetcher = ChunkFetcher(source) if source.batch_rows > 1 else None
 
     @property
-    def rows(self) -> ShardRows:
-        """The order of this shard's rows, created when needed and dropped when the cache needs the memory."""
-        shard_rows = self._rows
-        if shard_rows is None:
-            self._rows = shard_rows = ShardRows(self)
-        return shard_rows
-
-    def reads_alike(self, other: object) -> bool:
-        """True if ``other`` is a reader that differs from this one in its shard alone; false for a user's subclass."""
-        return (
-            type(self) is Reader
-            and type(other) is Reader
-            and self._arguments == other._arguments
-            and type(self.shuffle) is type(other.shuffle)
-            and self.source is other.source
-            and self.versions is other.versions
-            and self._chunk_fetcher is None
-            and self.blocklist is None  # each shard passes other rows
-            and replace(other.shard, index=self.shard.index) == self.shard
-        )
-
-    def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
-        """Return a reader of another shard with the same arguments; it calls ``on_evict`` when the cache evicts its order."""
-        reader = Reader(self.source, shard, **self._arguments)
-        reader.versions, reader._reader_number, reader._on_evict = self.versions, self._reader_number, on_evict
-        return reader
+    def source(self) -> Source:
+        return self.core.source
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Part of a cache key that identifies this reader and its shard."""
-        return self._reader_number, self.shard.index
+    def rows(self) -> SourceRows:
+        """The rows of the source that each logical shard reads."""
+        return self.core.rows
+
+    @property
+    def changeable(self) -> frozenset[str]:
+        return _NO_ARGUMENTS if self.core.blocklist is None else _CHANGEABLE_ARGUMENTS
+
+    @property
+    def provenance(self) -> bool:
+        return self.core.has_provenance
+
+    def cache_key(self, kind: str) -> Hashable:
+        """Return the key in the cache of a value that no other reader has."""
+        return self.rows.source_key, kind, ref(self)
 
     def drop_order(self) -> None:
-        self._rows = self._share = None
-        if self._on_evict is not None:
-            self._on_evict()
+        """Drop the order of the present window; it is made again when needed."""
+        self._plan = self._share = None
+
+    def num_epoch_rows(self, epoch: int) -> int:
+        """Return the number of rows of this shard in an epoch, which is about to be read."""
+        plan = self._plan
+        if plan is not None and plan.epoch == epoch:
+            return plan.num_epoch_rows
+        self.farthest_epoch = max(self.farthest_epoch, epoch)
+        return self.rows.order(epoch, self.shard.index).num_shard_rows
 
     def begin(self, row: View) -> None:
-        if self.blocklist is not None:  # also at the beginning of the first window, which a node above reads again
-            row[_LIST_DIGEST_SLOT] = self.blocklist.digest
+        if self.core.blocklist is not None:  # also at the beginning of the first window, which a node above reads again
+            row[_LIST_DIGEST_SLOT] = self.core.blocklist.digest
 
     def seek(self) -> None:
         self._is_epoch_over = False
         if self.reread:
             self._document_column = None
-        if not self.by_global_batch:
-            num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
+        if self.rows.global_batch_order is None:
+            num_shards = len(served_shards(self.rows.source_key, self.shard.num_logical_shards))
             self._caches_pieces = self.source.should_cache_pieces(num_shards, packed=self._document_column is not None)
 
     def next(self) -> Any:
-        position = self.position
+        position, core = self.position, self.core
         while True:
             if self._is_epoch_over or not self.to_next_row(position):
                 self._end_epoch()
                 raise StopIteration
             epoch, row = position[0], position[1]
-            plan = self.rows.cached_plan(epoch, row) or self.plan(epoch, row)
+            plan = self.plan(epoch, row)
             plan_index = row - plan.first_row
             self._drawn_row = int(plan.rows[plan_index])
             try:
                 sample = self._read_sample(plan, plan_index)
             except Exception as error:
-                sample = self._error_handler.handle_error(error, self.locate(), position[2])
+                sample = core.error_handler.handle_error(error, self.locate(), position[2])
                 if sample is None:
                     self.advance(position, 1)
                     position[2] += 1
                     continue
-            if self._only_row_advances and plan_index + 1 < len(plan.rows):
+            if core.only_row_advances and plan_index + 1 < len(plan.rows):
                 position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
-            has_provenance = self.provenance and (self._adds_provenance or isinstance(sample, Mapping))
-            return with_provenance(sample, self.locate()) if has_provenance else sample
+            names_row = core.has_provenance and (core.arguments.provenance or isinstance(sample, Mapping))
+            return with_provenance(sample, self.locate()) if names_row else sample
 
     def skip(self, num_samples: int) -> int:
-        if self._error_handler.skips:  # only reading shows which rows are samples
+        if self.core.error_handler.skips:  # only reading shows which rows are samples
             return draw_and_drop(self, num_samples)
         num_left = num_samples
         while num_left and not self._is_epoch_over and self.to_next_row(self.position):
-            num_left -= self._skip_rows(1 if self._leaves_out_rows else num_left)
+            num_left -= self._skip_rows(1 if self.core.leaves_out_rows else num_left)
         if num_left:
             self._end_epoch()
         return num_samples - num_left
@@ -235,51 +205,50 @@ class Reader(Node[Any]):
     def _skip_rows(self, num_rows: int) -> int:
         """Advance by ``num_rows`` rows, or fewer at the end of the epoch, none of them blocked; return how many."""
         epoch, row = self.position[0], self.position[1]
-        if row + num_rows > self.rows.num_epoch_rows(epoch):
+        if row + num_rows > self.num_epoch_rows(epoch):
             num_rows = min(num_rows, self.rows.epoch_end(epoch, self.shard.index)[0] - row)
         stop_row, num_to_advance = row + num_rows, num_rows
-        if stop_row > self.rows.num_epoch_rows(epoch):  # it goes on at once to other epochs
+        if stop_row > self.num_epoch_rows(epoch):  # it goes on at once to other epochs
             self.position[0], num_before = self.rows.epoch_after_rows(epoch, stop_row, self.shard.index)
             self.position[1], num_to_advance = 0, stop_row - num_before
-            if self._row_checker is not None:
+            if self.shard.verify:
                 self.position[3] = 0
         self.advance(self.position, num_to_advance)
         return num_rows
 
     # Moves of a position: to the next row that is not left out, past rows, to the next epoch
 
-    @property
-    def _leaves_out_rows(self) -> bool:
-        return self.blocklist is not None and len(self.blocklist.rows) > 0
-
     def to_next_row(self, position: View) -> bool:
         """Advance a position past rows on the blocklist; return true if another row follows in the epoch."""
-        size_of_epoch = self.rows.num_epoch_rows
-        if self.blocklist is None:
-            return position[1] < size_of_epoch(position[0])
-        while position[1] < size_of_epoch(position[0]) and (num_blocked := self._num_blocked(position)):
+        blocklist = self.core.blocklist
+        if blocklist is None:
+            return position[1] < self.num_epoch_rows(position[0])
+        while position[1] < self.num_epoch_rows(position[0]) and (num_blocked := self._num_blocked(position)):
             self.advance(position, num_blocked)
             position[_BLOCKED] += num_blocked
-        position[_LIST_DIGEST_SLOT] = self.blocklist.digest
-        return position[1] < size_of_epoch(position[0])
+        position[_LIST_DIGEST_SLOT] = blocklist.digest
+        return position[1] < self.num_epoch_rows(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
         """Advance a position by ``num_rows`` rows."""
-        if self._row_checker is not None:
-            position[3] = self._row_checker.read(position[3], position[0], position[1], num_rows)
+        if self.shard.verify:
+            position[3] = digest_after(self, position[3], position[0], position[1], num_rows)
         position[1] += num_rows
-        if position[1] >= self.rows.num_epoch_rows(position[0]) and self.rows.continues_round(position[0]):
+        if position[1] >= self.num_epoch_rows(position[0]) and self._continues_round(position[0]):
             self.begin_next_epoch(position)
+
+    def _continues_round(self, epoch: int) -> bool:
+        return self.rows.continues_round(epoch, self.shard.index)
 
     def begin_next_epoch(self, position: View) -> None:
         """Set a position to the beginning of the next epoch; with `Shard.verify`, check the rows of the old one first.
 
         A packer has dropped all rows left in the old epoch.
         """
-        if self._row_checker is not None:
-            self._row_checker.check(position[0], position[1], position[3])
+        if self.shard.verify:
+            check_digest(self, position[0], position[1], position[3])
             position[3] = 0
-        position[0], position[1] = self.rows.next_epoch(position[0]), 0
+        position[0], position[1] = self.rows.next_epoch(position[0], self.shard.index), 0
 
     def begin_epoch_at_unblocked_row(self, position: View) -> None:
         """Move a position whose epoch has only blocked rows left to the first row of the next epoch that is not blocked."""
@@ -289,7 +258,7 @@ class Reader(Node[Any]):
 
     def row_advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
-        return self._only_row_advances and not self.rows.continues_round(epoch)
+        return self.core.only_row_advances and not self._continues_round(epoch)
 
     def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
@@ -302,12 +271,12 @@ class Reader(Node[Any]):
         Returns:
             ``int64[k]`` indices among the rows, `None` for all of them; the updates of ``position``.
         """
-        if self.rows.continues_round(start[0]):  # the shard has no other row in this epoch
+        if self._continues_round(start[0]):  # the shard has no other row in this epoch
             next_position = copy_of(start)
             self.advance(next_position, num_rows)
             self.skip_blocked_rows(next_position)
             return None, PositionUpdates.between(position, next_position)
-        if self._only_row_advances and start == position:
+        if self.core.only_row_advances and start == position:
             ends = np.arange(start[1] + 1, start[1] + num_rows + 1)
             return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends)
         plan = self.plan(start[0], start[1])
@@ -317,10 +286,10 @@ class Reader(Node[Any]):
         num_passed = np.append(unblocked[1:], num_rows)
         positions = np.repeat(np.asarray(start)[None], len(unblocked), axis=0)
         positions[:, 1] += num_passed
-        if self._row_checker is not None:
-            digests = self._row_checker.digests_after_each(start[3], start[0], start[1], num_rows)
+        if self.shard.verify:
+            digests = digests_after_each(self, start[3], start[0], start[1], num_rows)
             positions[:, 3] = digests[num_passed - 1]
-        if self.blocklist is not None:
+        if self.core.blocklist is not None:
             positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
         self.skip_blocked_rows(positions[-1].data)
         slots = np.flatnonzero((positions != np.asarray(position)).any(axis=0))
@@ -335,23 +304,23 @@ class Reader(Node[Any]):
         """Do nothing: `skip_blocked_rows` writes the digest of the present blocklist."""
 
     def skip_blocked_rows(self, position: View) -> None:
-        if self.blocklist is None:
+        if self.core.blocklist is None:
             return
         if position[1]:
             self.to_next_row(position)
         else:  # the epoch has not begun: files may join it, and another list hold from its first row
-            position[_LIST_DIGEST_SLOT] = self.blocklist.digest
+            position[_LIST_DIGEST_SLOT] = self.core.blocklist.digest
 
     def is_on_blocklist(self, position: View) -> bool:
-        is_in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
+        is_in_epoch = position[1] < self.num_epoch_rows(position[0])
         return self.is_old_position(position) and is_in_epoch and self._num_blocked(position) > 0
 
     def is_sample_untraceable(self, position: View) -> bool:
         """True if only the old blocklist can identify the row that was begun, because unreadable rows are skipped as well."""
-        return self._error_handler.skips and self.is_old_position(position)
+        return self.core.error_handler.skips and self.is_old_position(position)
 
     def is_old_position(self, position: View) -> bool:
-        return self.blocklist is not None and position[_LIST_DIGEST_SLOT] != self.blocklist.digest
+        return self.core.blocklist is not None and position[_LIST_DIGEST_SLOT] != self.core.blocklist.digest
 
     def is_node_change_due(self, position: View) -> bool:
         return self.is_old_position(position)
@@ -359,44 +328,50 @@ class Reader(Node[Any]):
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
             position[0], position[1] = position[0] + 1, 0
-            if self._row_checker is not None:
+            if self.shard.verify:
                 position[3] = 0
 
     def verify(self) -> None:
-        if self._row_checker is not None:
-            self._row_checker.check(self.position[0], self.position[1], self.position[3])
+        if self.shard.verify:
+            check_digest(self, self.position[0], self.position[1], self.position[3])
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        source, versions = self.source, None
+        source, versions = self.source, tuple[DataVersion, ...]()
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             fragment_lengths = np.diff(source.fragments)
             subsets = [source.subset(manifest) for _, manifest in history]
-            versions = [
+            versions = tuple(
                 DataVersion(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
-            ]
-        if versions is not self.versions:
-            self.versions = versions
+            )
+        if versions != self.core.arguments.versions:
+            self.core = core_of(self.core.arguments._replace(versions=versions))
             self.drop_order()
-            self.farthest_epoch, self._reader_number = 0, next(reader_numbers)
+            self.farthest_epoch = 0
+            cache().forget(self.cache_key(DOC_BLOCK))
 
     def open_documents(self, column: str) -> DocumentReader | None:
-        if not isinstance(self.source, TokenSource):
+        source, gives_documents = self.source, self.core.gives_documents
+        if not isinstance(source, TokenSource):
             return None
+        if gives_documents and self._used_column != column:
+            source.token_dtype(column)  # raises an error if these are no tokens
         self._used_column = column
-        if self._error_handler.skips or self.provenance:
-            return None
-        self.source.token_dtype(column)  # raises an error if these are no tokens
-        self._document_column = column
-        return FragmentDocuments(self.source, column, self)
+        return self._open_fragments(source, column) if gives_documents else None
 
     def open_texts(self, column: str) -> DocumentReader | None:
-        if self._error_handler.skips or self.provenance or not self.source.has_texts(column):
+        source = self.source
+        if not self.core.gives_documents or not source.has_texts(column):
             return None
-        if not isinstance(self.source, TokenSource):
-            return TextDocuments(self.source, column, self)
+        if not isinstance(source, TokenSource):
+            return TextDocuments(source, column, self)
+        return self._open_fragments(source, column)
+
+    def _open_fragments(self, source: TokenSource, column: str) -> FragmentDocuments:
+        if self.core.fragments is None:
+            raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._document_column = column
-        return FragmentDocuments(self.source, column, self)
+        return FragmentDocuments(source, self.core.fragments, column, self)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         source = self.source
@@ -404,15 +379,16 @@ class Reader(Node[Any]):
         return source.token_dtype(column) if is_alone and isinstance(source, TokenSource) else None
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self._prefetcher is None:
+        prefetcher = self.core.prefetcher
+        if prefetcher is None:
             return
         self.seek()
-        if not self._caches_pieces and not self._prefetcher.num_windows:
+        if not self._caches_pieces and not prefetcher.num_windows:
             return
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
             if row < self.rows.order(epoch, shard).num_shard_rows:
                 share = self.rows.share(epoch, shard) if self._caches_pieces else None
-                self._prefetcher.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
+                prefetcher.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
 
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
         """Return ``float64[M]``, the number of epochs that shards have read, with the fraction of the present epoch."""
@@ -422,9 +398,10 @@ class Reader(Node[Any]):
         """Return the pieces of fragments that this shard reads in an epoch; `None` if it reads whole fragments."""
         if not self._caches_pieces:
             return None
-        if self._share is None or self._share.epoch != epoch:
-            self._share = self.rows.share(epoch)
-        return self._share
+        share = self._share
+        if share is None or share.epoch != epoch:
+            self._share = share = self.rows.share(epoch, self.shard.index)
+        return share
 
     def rows_from(self, epoch: int, row: int) -> Ints:
         """Return the row numbers of the source that follow from ``row`` of the shard's epoch to the end of the window."""
@@ -432,12 +409,12 @@ class Reader(Node[Any]):
         return plan.rows[row - plan.first_row :]
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self._error_handler.skips or self._leaves_out_rows:
+        if self.core.error_handler.skips or self.core.leaves_out_rows:
             return None
         next_rows = rows.copy()
         num_left, next_rows[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
         next_rows[:, 1] = 0
-        if self._row_checker is not None:
+        if self.shard.verify:
             next_rows[:, 3] = 0
         return num_left - rows[:, 1], next_rows
 
@@ -450,7 +427,7 @@ class Reader(Node[Any]):
             "shuffle": "full" if self.rows.permutes_all_rows else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
             **({} if self.rows.global_batch_order is None else {"global_batch_size": self.shard.global_batch_size}),
-            **({} if self.blocklist is None else {"exclude": self.blocklist.parameters()}),
+            **({} if self.core.blocklist is None else {"exclude": self.core.blocklist.parameters()}),
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
@@ -460,24 +437,27 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
             "skipped_rows": float(rows[:, 2].sum()),
-            **({} if self.blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
+            **({} if self.core.blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
         }
 
     def plan(self, epoch: int, row: int) -> WindowPlan:
         """Return the order of rows in the window around ``row``. If it is new, start to fetch the next windows' fragments."""
-        plan = self.rows.cached_plan(epoch, row)
-        if plan is None:
-            plan = self.rows.new_plan(epoch, row)
-            if self._prefetcher is not None:
-                self._fetch_ahead(self._prefetcher, epoch, row)
+        plan = self._plan
+        if plan is None or plan.epoch != epoch or not 0 <= row - plan.first_row < len(plan.rows):
+            plan = self.rows.new_plan(epoch, row, self)
+            cache().put(self.cache_key("plan"), plan)
+            self._plan = plan  # until the cache drops it (`drop_order`)
+            if self.core.prefetcher is not None:
+                self._fetch_ahead(self.core.prefetcher, epoch, row)
         return plan
 
     def _fetch_ahead(self, fetching: FragmentPrefetcher, epoch: int, row: int) -> None:
         """Start to fetch the fragments that the windows after the window of ``row`` need."""
+        shard = self.shard.index
         for _ in range(1 if self._caches_pieces else fetching.num_windows - 1):
-            epoch, row = self.rows.next_window(epoch, row)
-            share = self.rows.share(epoch) if self._caches_pieces else None
-            fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
+            epoch, row = self.rows.next_window(epoch, row, shard)
+            share = self.rows.share(epoch, shard) if self._caches_pieces else None
+            fetching.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
 
     def _read_sample(self, plan: WindowPlan, index_in_plan: int) -> Any:
         if self._chunk_fetcher is not None:

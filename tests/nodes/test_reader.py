@@ -78,7 +78,7 @@ def test_windows_are_fetched_that_have_room(rows_a_fragment: int, room_a_shard: 
 
 def test_nothing_is_decoded_ahead_behind_the_end_of_an_epoch() -> None:
     rows = Reader(Fragmented(8), Shard(), shuffle=4).rows
-    assert [len(rows.next_window_ends(0, row)) for row in (0, 3, 4, 7)] == [2, 2, 0, 0]
+    assert [len(rows.next_window_ends(0, row, 0)) for row in (0, 3, 4, 7)] == [2, 2, 0, 0]
 
 
 def test_reset_without_a_state_begins_an_epoch() -> None:

@@ -139,7 +139,7 @@ class TestOnce:
     def test_two_threads_ask_for_it_once(self, work, both_lack, sixteen):
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)  # the footer is there
-        share = rd.Reader(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).rows.share(0)
+        share = rd.Reader(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).rows.share(0, 0)
         works = {
             "footer": lambda: (cache().get("nothing"), source._footer_bytes(0).to_pybytes())[1],
             "row": lambda: source.row(3)["tokens"].tolist(),
@@ -158,7 +158,7 @@ class TestOnce:
     def test_what_was_fetched_ahead_is_not_asked_for_again(self, column, is_piece, sixteen, monkeypatch):
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)
-        share = rd.Reader(source, rd.Shard(0, 2), shuffle=64).rows.share(0) if is_piece else None
+        share = rd.Reader(source, rd.Shard(0, 2), shuffle=64).rows.share(0, 0) if is_piece else None
         Far.forget()
         whole = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
         piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)

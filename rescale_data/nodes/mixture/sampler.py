@@ -115,22 +115,7 @@ class WeightedSampler(Node[Any]):
         return {name: epoch_slot(name, *sources[name]) for name in sorted(counted_names) if name in sources}
 
     def _bind_children(self) -> None:
-        self._draws.sources.close()  # opened again when drawn from: there may be hundreds
-        for name, node in self.children.items():
-            if node.children:
-                node.bind(self.position[self._slots(name)])
-
-    def share_memory_with(self, other: Node[Any]) -> None:
-        if not isinstance(other, WeightedSampler):
-            return
-        sources = self._draws.sources
-        sources.share_memory_with(other._draws.sources)
-        if sources.nodes is other._draws.sources.nodes:
-            self.children, self.names = other.children, other.names
-            self._mixture_row.sources = other.names
-        else:
-            self.children = dict(zip(self.names, sources.nodes, strict=True))
-        self._weights.share_memory_with(other._weights)
+        self._draws.sources.seek(self.position)
 
     def seek(self) -> None:
         self._draws.seek(self.position)

@@ -40,10 +40,6 @@ class MixtureWeights:
         self._earlier_rules: Sequence[WeightRule] = ()
         self._logged_sources: set[str] = set()
 
-    def share_memory_with(self, other: MixtureWeights) -> None:
-        """Share the indices of epoch counters with the same mixture of another shard, to save memory."""
-        self._epoch_slots = other._epoch_slots
-
     def adopt(self, earlier_rules: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
         self._earlier_rules, self._epoch_slots = earlier_rules, {**self._epoch_slots, **epochs}

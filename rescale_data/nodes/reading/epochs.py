@@ -1,11 +1,10 @@
-"""`ShardEpochs`: the number of rows that one logical shard has in each epoch, and the epoch that follows."""
+"""`SourceEpochs`: the number of rows of a source that each logical shard has in each epoch, and the epoch that follows."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,28 +22,20 @@ class DataVersion:
         since_epoch: The first epoch.
         num_rows: Number of rows in those fragments.
         fragments: ``int64[G]``, numbers of the fragments, in the order of the source; `None` for all.
-        fragments_hash: Hash of ``fragments``, for keys of the cache: other files may have as many rows.
+        fragments_hash: Hash of ``fragments``, for comparisons and keys: other files may have as many rows.
     """
 
     since_epoch: int
     num_rows: int
-    fragments: Ints | None = None
+    fragments: Ints | None = field(default=None, compare=False)
     fragments_hash: int = 0
 
 
-@lru_cache(maxsize=1024)
-def single_version(num_rows: int) -> Sequence[DataVersion]:
-    return (DataVersion(0, num_rows),)
-
-
-_FROM_FIRST_EPOCH = [0]
-
-
-class ShardEpochs:
-    """Epochs of one logical shard: the number of rows in each, and the next one. Some methods take another shard.
+class SourceEpochs:
+    """Epochs of a source: the number of rows that each logical shard has in them, and the shard's next epoch.
 
     Args:
-        shard: The logical shard.
+        shard: Any of the logical shards.
         versions: Contents of the source, in the order of their first epochs.
         order: Given if the order is the order of the source, global batch by global batch.
     """
@@ -53,7 +44,7 @@ class ShardEpochs:
 
     def __init__(self, shard: Shard, versions: Sequence[DataVersion], order: GlobalBatchOrder | None = None) -> None:
         self.shard, self.versions, self.global_batch_order = shard, versions, order
-        self.version_starts = _FROM_FIRST_EPOCH if len(versions) == 1 else [version.since_epoch for version in versions]
+        self.version_starts = [version.since_epoch for version in versions]
 
     @property
     def is_growing(self) -> bool:
@@ -78,9 +69,9 @@ class ShardEpochs:
             return shard
         return row_range_index(shard, epoch, *self.range_args(version))
 
-    def next_epoch(self, epoch: int, shard: int = -1) -> int:
+    def next_epoch(self, epoch: int, shard: int) -> int:
         """Return the epoch after ``epoch``; in an endless stream, the next epoch in which the shard has a row."""
-        epoch, shard = epoch + 1, self.shard.index if shard < 0 else shard
+        epoch += 1
         if not self.shard.repeat:
             return epoch
         for version, stop in zip(self.versions, self._stop_epochs(), strict=True):
@@ -90,11 +81,11 @@ class ShardEpochs:
                     return candidate
         raise AssertionError
 
-    def continues_round(self, epoch: int) -> bool:
+    def continues_round(self, epoch: int, shard: int) -> bool:
         """True if reading continues past the end of this epoch, since the source has fewer rows than logical shards."""
         n = self.shard.num_logical_shards
         is_small = self.shard.repeat and self.version(epoch).num_rows < n
-        return is_small and self.next_epoch(epoch) // n == epoch // n
+        return is_small and self.next_epoch(epoch, shard) // n == epoch // n
 
     def shuffle_key(self, epoch: int) -> int:
         """Return the number with which the shuffle of an epoch is seeded.

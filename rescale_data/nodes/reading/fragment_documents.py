@@ -14,7 +14,7 @@ from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import ReadyDocuments, SharedFragment, copy_rows, locate_rows, shared_fragments
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
-from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
+from rescale_data.sources.decoded.cache import cache, cache_share
 from rescale_data.sources.decoded.interest import DOC_BLOCK_PARTS, num_sources_and_shards, room_for_block, served_shards
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
@@ -22,6 +22,8 @@ from rescale_data.state import Ints, copy_of
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
+DOC_BLOCK = "block"
+"""Kind of value in the cache: a `DocBlock`."""
 _MAX_COPY_FACTOR = 4
 _NUM_FRAGMENTS_AHEAD = 2  # further fragments that need room if decoding is costly
 
@@ -69,24 +71,16 @@ class FragmentDocuments:
 
     Args:
         source: The source.
+        fragments: ``int64[F + 1]``, the first row of each of its fragments, and the end.
         column: Its column of lists of integers, or of strings (`Source.has_texts`).
         reader: Gives the order of the shard, and the moves of its position.
     """
 
-    __slots__ = (
-        "_block_key", "_bytes_copied_at_once", "_column", "_decoder", "_fragments", "_reader", "_share", "_source",
-        "_source_key",
-    )  # fmt: skip
+    __slots__ = ("_column", "_decoder", "_fragments", "_reader", "_share", "_source", "_source_key")
 
-    def __init__(self, source: TokenSource, column: str, reader: Reader) -> None:
-        if source.fragments is None:
-            raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._source_key, self._column, self._reader = source, owner_id(source), column, reader
-        self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
-        self._decoder = source if source.decodes_ahead else None
-        num_shards = len(served_shards(self._source_key, reader.shard.num_logical_shards))
-        self._bytes_copied_at_once = block_bytes(cache_share(source), num_shards)
-        self._block_key = (self._source_key, "block", *reader.key)
+    def __init__(self, source: TokenSource, fragments: Ints, column: str, reader: Reader) -> None:
+        self._source, self._fragments, self._column, self._reader = source, fragments, column, reader
+        self._source_key, self._decoder = reader.rows.source_key, source if source.decodes_ahead else None
         self._share: ShardRowRanges | None = None
 
     is_costly_to_read = False
@@ -110,12 +104,14 @@ class FragmentDocuments:
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
             block = self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room)
             return self._take(block, epoch, row, max_documents)
-        rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_copied_at_once))]
-        return _limit_bytes(self._bytes_copied_at_once * _MAX_COPY_FACTOR, self._copy(rows, [len(rows)])[0])
+        num_shards = len(served_shards(self._source_key, self._reader.shard.num_logical_shards))
+        num_bytes = block_bytes(cache_share(self._source), num_shards)
+        rows = rows[: min(max_documents, self._rows_to_read(first_fragment, num_bytes))]
+        return _limit_bytes(num_bytes * _MAX_COPY_FACTOR, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> DocBlock:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
-        windows = self._reader.rows.windows(epoch, row)
+        windows = self._reader.rows.windows(epoch, row, self._reader.shard.index)
         rows = next(windows)[:num_rows]
         while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
             rows = np.concatenate([rows, next_rows])
@@ -126,15 +122,19 @@ class FragmentDocuments:
 
     def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
-        block: DocBlock | None = None if self._decoder is None else cache().get(self._block_key)
+        block = self._cached_block()
         return EMPTY_SPANS if block is None else self._take(block, epoch, row, max_documents)
 
+    def _cached_block(self) -> DocBlock | None:
+        return None if self._decoder is None else cache().get(self._reader.cache_key(DOC_BLOCK))
+
     def _take(self, block: DocBlock, epoch: int, row: int, max_documents: int) -> Spans:
-        spans = block.take(epoch, row, min(max_documents, self._reader.rows.order(epoch).window_bounds(row)[1] - row))
+        order = self._reader.rows.order(epoch, self._reader.shard.index)
+        spans = block.take(epoch, row, min(max_documents, order.window_bounds(row)[1] - row))
         if block.nbytes:
-            cache().put(self._block_key, block)  # it may take fewer bytes now
+            cache().put(self._reader.cache_key(DOC_BLOCK), block)  # it may take fewer bytes now
         else:
-            cache().forget(self._block_key)
+            cache().forget(self._reader.cache_key(DOC_BLOCK))
         return spans
 
     def find_decoded(self, position: memoryview, max_documents: int, crosses_epochs: bool) -> ReadyDocuments | None:
@@ -146,14 +146,14 @@ class FragmentDocuments:
             crosses_epochs: True if documents of the next epochs follow.
         """
         epoch, row, num_left = position[0], position[1], max_documents
-        if self._decoder is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
+        if (block := self._cached_block()) is not None and block.has(epoch, row):
             return None
         self._share = self._reader.share(epoch)
         runs, row_arrays = list[tuple[int, int, int]](), list[Ints]()
         if self._reader.is_old_position(position):
             return None
         while num_left and self._share is None and self._reader.row_advances_by_one(epoch):
-            if row < self._reader.rows.num_epoch_rows(epoch):
+            if row < self._reader.num_epoch_rows(epoch):
                 row_arrays.append(self._reader.rows_from(epoch, row)[:num_left])
                 runs.append((epoch, row, len(row_arrays[-1])))
                 row, num_left = row + len(row_arrays[-1]), num_left - len(row_arrays[-1])
@@ -183,7 +183,7 @@ class FragmentDocuments:
         if self._decoder is None:
             return self._fit_in_cache(len(fragments), first_fragment)
         if self._fit_in_cache(2, first_fragment):
-            for next_row in self._reader.rows.next_window_ends(epoch, row):
+            for next_row in self._reader.rows.next_window_ends(epoch, row, self._reader.shard.index):
                 self._decoder.decode_ahead(self._column, self._fragment_at(next_row))
         return self._fit_in_cache(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
 

@@ -1,10 +1,9 @@
-"""`ShardRows`: the row numbers of the source that one logical shard reads, in the order of each epoch."""
+"""`SourceRows`: the row numbers of a source that each logical shard reads, in the order of each epoch."""
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -12,13 +11,14 @@ from weakref import ref
 
 import numpy as np
 
-from rescale_data.nodes.reading.epochs import DataVersion, ShardEpochs, single_version
+from rescale_data.nodes.reading.epochs import DataVersion, SourceEpochs
 from rescale_data.nodes.reading.gather import rows_of_window
 from rescale_data.nodes.reading.proof import running_hash_sums
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.order import FragmentOrder, GlobalBatchOrder, ShardOrder, encipher, permuted_fragments
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import EvictionListener, cache, owner_id
+from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_WINDOW_ROWS = 1024
 _NO_ROW_HASH_SUMS = memoryview(b"")
 _shard_order = lru_cache(maxsize=1024)(ShardOrder)
-_PLAN_OVERHEAD_BYTES = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
-reader_numbers = itertools.count()
-"""Numbers for readers; readers of several shards that differ in the shard alone share one."""
+_PLAN_OVERHEAD_BYTES = 750  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,7 @@ class WindowPlan(EvictionListener):
 
     Args:
         epoch: The epoch.
+        num_epoch_rows: The number of rows of the shard in this epoch.
         first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
         row_hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
@@ -47,6 +46,7 @@ class WindowPlan(EvictionListener):
     """
 
     epoch: int
+    num_epoch_rows: int
     first_row: int
     rows: Ints
     row_hash_sums: memoryview
@@ -76,40 +76,44 @@ class WindowPlan(EvictionListener):
             reader.drop_order()
 
 
-class ShardRows(ShardEpochs):
-    """Rows of one logical shard in the order of each epoch. Some methods take another shard of the same source.
+class SourceRows(SourceEpochs):
+    """The rows of a source that each logical shard reads, in the order of each epoch. Readers of all shards share them.
 
     Args:
-        reader: The reader of these rows, which keeps this object as long as the cache has room for its plan.
+        source: The source.
+        shard: Any of the logical shards.
+        shuffle, by_global_batch: See `Reader`.
+        versions: Contents of the source, in the order of their first epochs; empty for all rows from the first epoch on.
+
+    Raises:
+        ValueError: ``shuffle`` is no valid window, or does not fit ``by_global_batch`` and the shard.
     """
 
-    __slots__ = (
-        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key",
-        "permutes_all_rows", "window",
-    )  # fmt: skip
+    __slots__ = ("_source", "permutes_all_rows", "source_key", "window")
 
-    def __init__(self, reader: Reader) -> None:
-        source, shard, shuffle = reader.source, reader.shard, reader.shuffle
-        order = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if reader.by_global_batch else None
-        super().__init__(shard, reader.versions or single_version(source.num_rows), order)
-        self._source, self._blocklist = source, reader.blocklist
+    def __init__(
+        self,
+        source: Source,
+        shard: Shard,
+        shuffle: bool | int,
+        by_global_batch: bool,
+        versions: Sequence[DataVersion] = (),
+    ) -> None:
+        order = _global_batch_order(shard, shuffle) if by_global_batch else None
+        super().__init__(shard, versions or (DataVersion(0, source.num_rows),), order)
+        self._source, self.source_key = source, owner_id(source)
         self.permutes_all_rows = shuffle is True and source.fragments is None
         self.window = 0 if self.permutes_all_rows else _to_window_rows(shuffle)
-        self._source_key = owner_id(source)
-        self._plan_key = (self._source_key, "plan", *reader.key)
-        self._last_epoch, self._size = -1, 0  # the last epoch given to `num_epoch_rows`, and its size
-        self._plan: WindowPlan | None = None
-        self._reader = ref(reader)
 
     @property
     def rows_per_window(self) -> int:
         """Number of rows whose order is computed at once: the rows of a window."""
-        return self.order(0).rows_per_window
+        return self.order(0, 0).rows_per_window
 
-    def order(self, epoch: int, shard: int = -1) -> ShardOrder:
+    def order(self, epoch: int, shard: int) -> ShardOrder:
         return _shard_order(
             num_rows=self.version(epoch).num_rows,
-            row_range_index=self.row_range_of_shard(epoch, self.shard.index if shard < 0 else shard),
+            row_range_index=self.row_range_of_shard(epoch, shard),
             num_logical_shards=self.shard.num_logical_shards,
             seed=self.shard.seed,
             window=self.window,
@@ -117,38 +121,23 @@ class ShardRows(ShardEpochs):
             global_batch_order=self.global_batch_order,
         )
 
-    def num_epoch_rows(self, epoch: int) -> int:
-        """Return the number of rows of the shard in an epoch."""
-        if epoch != self._last_epoch:
-            self._last_epoch, self._size = epoch, self.order(epoch).num_shard_rows
-            if (reader := self._reader()) is not None:
-                reader.farthest_epoch = max(reader.farthest_epoch, epoch)
-        return self._size
-
-    def new_plan(self, epoch: int, row: int) -> WindowPlan:
-        """Compute the plan of the window around ``row``, and keep it as long as the cache has room for it."""
-        rows = self.window_rows(epoch, row)
+    def new_plan(self, epoch: int, row: int, reader: Reader) -> WindowPlan:
+        """Compute the plan of the window around ``row`` of a reader's shard."""
+        order = self.order(epoch, reader.shard.index)
+        rows = self.window_rows(epoch, row, reader.shard.index)
         sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_ROW_HASH_SUMS
-        unblocked = None if self._blocklist is None else self._blocklist.unblocked_indices(rows)
-        plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, unblocked, self._reader)
-        cache().put(self._plan_key, plan)
-        self._plan = plan  # until the cache drops it: then the reader drops this object too
-        return plan
-
-    def cached_plan(self, epoch: int, row: int) -> WindowPlan | None:
-        """Return the last computed plan if it holds a row of an epoch, else `None`."""
-        plan = self._plan
-        if plan is not None and plan.epoch == epoch and 0 <= row - plan.first_row < len(plan.rows):
-            return plan
-        return None
+        blocklist = reader.core.blocklist
+        unblocked = None if blocklist is None else blocklist.unblocked_indices(rows)
+        first_row = order.window_bounds(row)[0]
+        return WindowPlan(epoch, order.num_shard_rows, first_row, rows, sums, unblocked, ref(reader))
 
     @property
     def plan_bytes(self) -> int:
         """Approximate size in bytes of the plan of one logical shard in the cache."""
-        num_rows = min(self.rows_per_window, self.order(0).num_shard_rows)
+        num_rows = min(self.rows_per_window, self.order(0, 0).num_shard_rows)
         return _PLAN_OVERHEAD_BYTES + num_rows * 8 * (1 + self.shard.verify)
 
-    def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
+    def window_rows(self, epoch: int, row: int, shard: int) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
         order, num_rows = self.order(epoch, shard), self.version(epoch).num_rows
         if self.permutes_all_rows and num_rows < self.shard.num_logical_shards:
@@ -157,40 +146,41 @@ class ShardRows(ShardEpochs):
 
     def _round_order(self, num_rows: int, round_number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
-        cache_key = (self._source_key, "few", self.shard.seed, num_rows, round_number)
+        cache_key = (self.source_key, "few", self.shard.seed, num_rows, round_number)
         all_rows = np.arange(num_rows, dtype=np.int64)
         return cache().get_or_make(
             cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, round_number)
         )
 
-    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
-        """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
-        while row < self.num_epoch_rows(epoch):
-            first_row, stop_row = self.order(epoch).window_bounds(row)
-            yield self.window_rows(epoch, row)[row - first_row :]
+    def windows(self, epoch: int, row: int, shard: int) -> Iterator[Ints]:
+        """Yield the row numbers of the source that a shard reads from ``row`` of an epoch on, one window at a time."""
+        order = self.order(epoch, shard)
+        while row < order.num_shard_rows:
+            first_row, stop_row = order.window_bounds(row)
+            yield self.window_rows(epoch, row, shard)[row - first_row :]
             row = stop_row
 
-    def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
+    def fragments_around(self, epoch: int, row: int, shard: int) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         if self._source.fragments is None:
             return []
         rows = self.unshuffled_rows(epoch, *self.order(epoch, shard).window_bounds(row), shard)
         return np.unique(np.searchsorted(self._source.fragments, rows, side="right") - 1).tolist()
 
-    def next_window(self, epoch: int, row: int) -> tuple[int, int]:
-        """Return the epoch and row at which the window after the window of ``row`` begins."""
-        order = self.order(epoch)  # not `num_epoch_rows`: the window is not read yet
+    def next_window(self, epoch: int, row: int, shard: int) -> tuple[int, int]:
+        """Return the epoch and row at which the window after the window of ``row`` of a shard begins."""
+        order = self.order(epoch, shard)
         stop_row = order.window_bounds(row)[1]
-        return (epoch, stop_row) if stop_row < order.num_shard_rows else (self.next_epoch(epoch), 0)
+        return (epoch, stop_row) if stop_row < order.num_shard_rows else (self.next_epoch(epoch, shard), 0)
 
-    def next_window_ends(self, epoch: int, row: int) -> list[int]:
+    def next_window_ends(self, epoch: int, row: int, shard: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
-        next_epoch, next_row = self.next_window(epoch, row)
+        next_epoch, next_row = self.next_window(epoch, row, shard)
         if next_epoch != epoch:
             return []
-        return self.unshuffled_rows(epoch, *self.order(epoch).window_bounds(next_row))[[0, -1]].tolist()
+        return self.unshuffled_rows(epoch, *self.order(epoch, shard).window_bounds(next_row), shard)[[0, -1]].tolist()
 
-    def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
+    def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int) -> Ints:
         """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""
         order, shuffle_key = self.order(epoch, shard), self.shuffle_key(epoch)
         return order.unshuffled_rows(shuffle_key, first_row, stop, self.fragment_order(epoch))
@@ -215,16 +205,15 @@ class ShardRows(ShardEpochs):
                 shards_and_rows += [(shard, first_row + row) for row in indices.tolist()]
         return shards_and_rows
 
-    def share(self, epoch: int, shard: int = -1) -> ShardRowRanges | None:
+    def share(self, epoch: int, shard: int) -> ShardRowRanges | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
         fragments = self._source.fragments
         if fragments is None or self.global_batch_order is not None:
             return None
-        shard = self.shard.index if shard < 0 else shard
         row_range_shift = self.row_range_of_shard(epoch, shard) - shard
         order, fragments_hash = self.fragment_order(epoch), self.version(epoch).fragments_hash
         return ShardRowRanges(
-            self.shard, epoch, fragments, order, self._source_key, shard, row_range_shift, fragments_hash
+            self.shard, epoch, fragments, order, self.source_key, shard, row_range_shift, fragments_hash
         )
 
     def fragment_order(self, epoch: int) -> FragmentOrder | None:
@@ -233,7 +222,7 @@ class ShardRows(ShardEpochs):
         if fragments is None or (not self.window and version.fragments is None):
             return None
         epoch = self.shuffle_key(epoch) if self.window else version.since_epoch
-        cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, version.fragments_hash)
+        cache_key = (self.source_key, "order", self.window > 0, self.shard.seed, epoch, version.fragments_hash)
         return cache().get_or_make(cache_key, lambda: self._fragment_order(fragments, version, epoch))
 
     def _fragment_order(self, fragments: Ints, version: DataVersion, epoch: int) -> FragmentOrder:
@@ -245,20 +234,13 @@ class ShardRows(ShardEpochs):
         return permuted_fragments(fragment_starts, fragment_lengths, self.shard.seed, epoch)
 
 
-def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
-    """Raise ``ValueError`` if ``shuffle`` is no valid window, or does not fit ``by_global_batch`` and the shard."""
-    if by_global_batch:
-        _global_batch_args(shard, shuffle)
-    _to_window_rows(shuffle)
-
-
-def _global_batch_args(shard: Shard, shuffle: bool | int) -> dict[str, int]:
+def _global_batch_order(shard: Shard, shuffle: bool | int) -> GlobalBatchOrder:
     if shuffle is not False or shard.repeat:
         raise ValueError(
             f"by_global_batch=True with shuffle={shuffle!r}, repeat={shard.repeat}: the order of the source is that of one "
             f"epoch, not shuffled. Give shuffle=False and repeat=False."
         )
-    return {"num_logical_shards": shard.num_logical_shards, "global_batch_size": shard.global_batch_size}
+    return GlobalBatchOrder(num_logical_shards=shard.num_logical_shards, global_batch_size=shard.global_batch_size)
 
 
 def _to_window_rows(shuffle: bool | int) -> int:

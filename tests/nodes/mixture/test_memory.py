@@ -50,16 +50,6 @@ def sources_of(paths: list[Path], **given: Any) -> dict[str, ParquetSource]:
     return {path.stem: ParquetSource(path, **given) for path in paths}
 
 
-class OneMore(rd.Reader):
-    """A user's own, which no other reader stands in for."""
-
-    open_documents = open_texts = skip = epoch_end = None  # type: ignore[assignment]
-
-    def next(self) -> Any:
-        sample = super().next()
-        return {**sample, "tokens": sample["tokens"] + 1}
-
-
 def loader(sources: dict[str, ParquetSource], packed: bool, stop: Any = "never") -> rd.DataLoader:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
@@ -92,32 +82,77 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     next(iter(loader(sources, packed)))
     few = dict(list(sources.items())[: SOURCES // 3])
     more = kept(sources, packed) - kept(few, packed)
-    assert more < 400 * (SOURCES - len(few)) * SHARDS  # half of these are positions
+    assert more < 700 * (SOURCES - len(few)) * SHARDS  # a reader takes 256 of these, the other half are positions
 
 
-@pytest.mark.parametrize(("unit", "packed"), [("samples", False), ("tokens", True)])
-def test_what_shards_have_of_one_another_changes_no_sample(
-    corpora: list[Path], unit: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = sources_of(corpora[:4], cache_bytes=2**22)
-    unlike, own = [*sources][:2]
+def test_a_reader_is_small_because_all_shards_share_its_core() -> None:
+    sources = [rd.SyntheticSource(4096) for _ in range(20)]
+    shards = [rd.Shard(index, 64) for index in range(64)]
+    first = [rd.Reader(source, shards[0]) for source in sources]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        readers = [[rd.Reader(source, shard) for source in sources] for shard in shards]
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert all(reader.core is one.core for row in readers for reader, one in zip(row, first, strict=True))
+    assert taken < 320 * len(sources) * len(shards)
 
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        nodes = {name: rd.Reader(source, shard) for name, source in sources.items()}
-        nodes[unlike] = rd.Reader(sources[unlike], shard, shuffle=4 + shard.index % 2)
-        nodes[own] = OneMore(sources[own], shard)
-        by = {"unit": unit, "column": "tokens" if unit == "tokens" else None}
-        mixture = rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0), **by)
-        return rd.TokenPacker(mixture, column="tokens", seq_len=300, eos_id=0) if packed else mixture
 
-    def batches() -> list[Any]:
-        cache().clear()
-        made = rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=8, repeat=True)
-        return [batch["tokens"].tolist() for batch in itertools.islice(made, 20)]
+def test_readers_with_other_arguments_have_a_core_of_their_own() -> None:
+    class OfAUser(rd.Reader):
+        pass
 
-    found = batches()
-    monkeypatch.setattr(rd.WeightedSampler, "share_memory_with", lambda *_: None)
-    assert found == batches()
+    def skip(error: Exception, where: str) -> None: ...
+
+    source, shard = rd.SyntheticSource(64), rd.Shard(0, 2)
+    readers = [
+        rd.Reader(source, shard),
+        rd.Reader(rd.SyntheticSource(64), shard),
+        rd.Reader(source, rd.Shard(1, 2, seed=1)),
+        rd.Reader(source, rd.Shard(0, 3)),
+        rd.Reader(source, shard, shuffle=1),
+        rd.Reader(source, shard, shuffle=False),
+        rd.Reader(source, shard, shuffle=False, by_global_batch=True),
+        rd.Reader(source, shard, provenance=True),
+        rd.Reader(source, shard, on_error="skip"),
+        rd.Reader(source, shard, on_error=skip),
+        rd.Reader(source, shard, exclude=()),
+        OfAUser(source, shard),
+    ]
+    assert len({id(reader.core) for reader in readers}) == len(readers)
+    assert rd.Reader(source, rd.Shard(1, 2), on_error=skip).core is readers[9].core
+
+
+@pytest.mark.parametrize("cache_bytes", [2**14, 2**24])
+def test_loaders_over_the_same_sources_do_not_disturb_one_another(corpora: list[Path], cache_bytes: int) -> None:
+    sources = sources_of(corpora[:4], cache_bytes=cache_bytes)
+
+    def tokens(batches: Any, num: int = 12) -> list[Any]:
+        return [batch["tokens"].tolist() for batch in itertools.islice(batches, num)]
+
+    alone = {packed: tokens(loader(sources, packed)) for packed in (False, True)}
+    loaders = [(packed, iter(loader(sources, packed))) for packed in (False, True, True, False)]
+    tokens(loaders[-1][1], 3)
+    found: dict[int, list[Any]] = {number: [] for number in range(len(loaders))}
+    for _ in range(9):
+        for number, (_, batches) in enumerate(loaders):
+            found[number] += tokens(batches, 1)
+    for number, (packed, _) in enumerate(loaders):
+        assert found[number] == alone[packed][3 * (number == 3) :][:9]
+
+
+def test_what_one_reader_keeps_in_the_cache_is_not_that_of_another_of_the_same_shard() -> None:
+    source = rd.SyntheticSource(4096)
+    one, other = (rd.Reader(source, rd.Shard(0, 2)) for _ in range(2))
+    assert one.core is other.core
+    plan, other_plan = one.plan(0, 0), other.plan(3, 7)
+    assert cache().get(one.cache_key("plan")) is plan
+    assert cache().get(other.cache_key("plan")) is other_plan
+    plan.handle_eviction()
+    assert other.plan(3, 7) is other_plan
+    assert one.plan(0, 0) is not plan
 
 
 def test_fragments_that_shards_share_count_once(
