@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
+from rescale_data.engine.base_loader import BaseLoader
 from rescale_data.engine.opening import continue_stream, open_stream
 from rescale_data.engine.options import OPTION_NAMES, Options, Tail
 from rescale_data.engine.peers import RESULT, CallsSharedWithPeers, on_first_peer
-from rescale_data.engine.reading import BaseLoader
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer

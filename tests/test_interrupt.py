@@ -134,7 +134,7 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
 FIRST, WITHIN, LAST = 0, 2, -1
 CURSOR = ("engine/stream.py", "engine/cursor.py", "engine/micro_batch.py")
 """Files before any bytecode of which it comes: it leaves the old cursor, or the new one."""
-NEXT = ("engine/reading.py", "engine/feed.py", "engine/transfer.py", "engine/watch.py")
+NEXT = ("engine/base_loader.py", "engine/feed.py", "engine/transfer.py", "engine/watch.py")
 """Files of what ``next`` does besides: it leaves nothing that refuses the next one."""
 CASES = [
     *itertools.product((known, only_reading_tells, in_a_thread), (FIRST, WITHIN, LAST), [()]),
@@ -195,7 +195,7 @@ def test_ctrl_c_within_the_cache_leaves_its_bytes_counted(call: Callable[[Cache]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came as a generator was closed
-@pytest.mark.parametrize("modules", [(), ("engine/reading.py", "engine/peers.py", "rescale_data/loader.py")])
+@pytest.mark.parametrize("modules", [(), ("engine/base_loader.py", "engine/peers.py", "rescale_data/loader.py")])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_ctrl_c_within_reopen_leaves_a_stream_that_the_arguments_describe(
     with_state: bool, modules: tuple[str, ...]

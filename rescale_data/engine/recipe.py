@@ -17,7 +17,7 @@ VersionLog: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 VersionLogs: TypeAlias = Mapping[str, VersionLog]
 """The manifests (descriptions of the data) of each source, by the path of its reader: ``(first epoch, manifest)`` pairs.
 
-By the path of a packer, the formats that its samples had (`rescale_data.nodes.form.ParameterHistory`)."""
+By the path of a packer, the formats that its samples had (`rescale_data.nodes.sample_format.ParameterHistory`)."""
 
 # Columns of the table: two of the loader's own, then the slots of the pipeline
 SAMPLES, REMAINDER_COLUMN, FIRST_SLOT = (0, 1, 2)

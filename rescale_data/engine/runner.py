@@ -18,9 +18,9 @@ from rescale_data.nodes.abilities import VerifiesRows, WritesManySamples
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import columns_of, epoch_end, skip, skip_ahead, skip_epochs
-from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
+from rescale_data.nodes.empty_draws import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.sources.decoded.interest import record_served_shards
+from rescale_data.sources.decoded.cache_demand import record_served_shards
 from rescale_data.state import Ints
 
 Collate: TypeAlias = Callable[[list[Any]], Any]

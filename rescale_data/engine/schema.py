@@ -15,7 +15,7 @@ from rescale_data.nodes.abilities import NeedsHistory, Prefetches, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, has_provenance
 from rescale_data.nodes.foreign import Foreign
-from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY
+from rescale_data.nodes.sample_format import EARLIER_PARAMETERS_KEY
 from rescale_data.sources.source import BaseSource
 from rescale_data.state import Ints, encode, field_of, flatten, position_slots, state_of
 

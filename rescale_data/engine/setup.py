@@ -21,7 +21,7 @@ from rescale_data.nodes.abilities import ChecksCache, VerifiesRows
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import cache, new_dict_by_owner, owner_id
-from rescale_data.sources.decoded.interest import warn_if_thrashing
+from rescale_data.sources.decoded.cache_demand import warn_if_thrashing
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rescale_data.engine.reading import call_with_stream
+from rescale_data.engine.base_loader import call_with_stream
 from rescale_data.loader import DataLoader
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
-from rescale_data.engine.reading import call_with_stream
+from rescale_data.engine.base_loader import call_with_stream
 from rescale_data.engine.states.codec import at_next_epoch
 from rescale_data.engine.stream import Stream
 from rescale_data.integrations.dp_ranks import require_ranks

@@ -214,7 +214,7 @@ class NeedsHistory(Ability):
 
         Args:
             history: ``(epoch, manifest)`` in order; the last one is the present manifest. Empty if there is no earlier one.
-                For a node with a sample format: `rescale_data.nodes.form.ParameterHistory`.
+                For a node with a sample format: `rescale_data.nodes.sample_format.ParameterHistory`.
         """
 
 

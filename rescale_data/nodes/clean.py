@@ -10,11 +10,11 @@ import numpy as np
 from rescale_data.errors import checks_argument_types, require_int, require_type
 from rescale_data.nodes.base import BaseNode, Node, go_to
 from rescale_data.nodes.below import dtype_of, open_documents
-from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import tokens_of_sample
+from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.picked import EditedDocuments
+from rescale_data.nodes.reading.edited_documents import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 

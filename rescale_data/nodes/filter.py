@@ -13,13 +13,13 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
-from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, DocumentsUntilError
+from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
 from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.edited_documents import EditedDocuments
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
-from rescale_data.nodes.reading.picked import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import Ints, counter
 

@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import num_nodes_below, sample_id_slots, shard_of
-from rescale_data.nodes.bound import EmptyDrawLimit
+from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
 from rescale_data.nodes.provenance import copy_provenance

@@ -20,13 +20,13 @@ from rescale_data.nodes.reading.epochs import DataVersion
 from rescale_data.nodes.reading.fetching import ChunkFetcher, FragmentPrefetcher
 from rescale_data.nodes.reading.fragment_documents import DOC_BLOCK, FragmentDocuments
 from rescale_data.nodes.reading.proof import check_digest, digest_after, digests_after_each
+from rescale_data.nodes.reading.row_ranges import ShardRowRanges
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, SourceRows, WindowPlan
-from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.cache_demand import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of, counter
 

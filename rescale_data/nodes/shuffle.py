@@ -12,9 +12,9 @@ from rescale_data.nodes.abilities import FillsBatch
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, count_until_end, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, sample_id_slots, shard_of, skip
+from rescale_data.nodes.cache_check import CacheCheck
 from rescale_data.nodes.changing import apply_changes, is_node_change_due
-from rescale_data.nodes.form import BAD_STATE_MESSAGE
-from rescale_data.nodes.room import CacheCheck
+from rescale_data.nodes.sample_format import BAD_STATE_MESSAGE
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import CostlyValue, cache, owner_id

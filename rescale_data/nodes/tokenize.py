@@ -17,12 +17,12 @@ import numpy.typing as npt
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, draw_and_drop, go_to
 from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, open_texts, skip
-from rescale_data.nodes.bound import EmptyDrawLimit
+from rescale_data.nodes.cache_check import CacheCheck
 from rescale_data.nodes.column import DocumentsUntilError
+from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, describe, error_handler
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.room import CacheCheck
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
 from rescale_data.sources.decoded.cache import CostlyValue, cache, owner_id
 from rescale_data.state import Ints, copy_of, counter

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.ahead import fetch_runner
 from rescale_data.sources.decoded.cache import CostlyValue, Sized, cache, cache_share, open_files, owner_id
-from rescale_data.sources.decoded.interest import num_sources_and_shards
+from rescale_data.sources.decoded.cache_demand import num_sources_and_shards
 from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
 from rescale_data.sources.fragmented import FragmentedSource
 from rescale_data.sources.source import BadRow, RowRanges

@@ -20,6 +20,7 @@ from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, Arrow
 from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
+from rescale_data.sources.decoded.cache_demand import bytes_needed, room_for_block
 from rescale_data.sources.decoded.columns import (
     Fragment,
     FragmentPiece,
@@ -32,7 +33,6 @@ from rescale_data.sources.decoded.columns import (
     is_token_list,
     token_lists,
 )
-from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.fragments import Footer, join_footers

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine import reading, workers
+from rescale_data.engine import base_loader, workers
 from rescale_data.engine.report import COUNTER_NAMES, report_over_ranks
 from rescale_data.engine.watch import Watchdog
 from rescale_data.sources.counts import read_counters
@@ -121,7 +121,7 @@ def until_exists(file: Path, sample: Any) -> Any:
 
 
 def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    for module in (reading, workers):
+    for module in (base_loader, workers):
         monkeypatch.setattr(module, "SLOW_SECONDS", 0.2)
     read_counters().values[:] = 0  # earlier tests of this process may have read without making batches
     go_on = tmp_path / "go_on"

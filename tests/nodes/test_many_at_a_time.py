@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.mixture import mixed
+from rescale_data.nodes.mixture import mixed_documents
 from rescale_data.nodes.reading import fragment_documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import listed, write
@@ -220,7 +220,7 @@ def test_many_sources_are_read_together_and_each_seldom(
 def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a batch waits for thousands of epochs of a row or two."""
     asked = [0]
-    fill, draw = mixed.SourceBuffer.read_documents, mixed.MixedDocuments._draw_documents
+    fill, draw = mixed_documents.SourceBuffer.read_documents, mixed_documents.MixedDocuments._draw_documents
 
     def count(self: Any, *args: Any) -> Any:
         asked[-1] += 1
@@ -230,8 +230,8 @@ def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(mon
         asked.append(0)
         return draw(self, *args)
 
-    monkeypatch.setattr(mixed.SourceBuffer, "read_documents", count)
-    monkeypatch.setattr(mixed.MixedDocuments, "_draw_documents", begin)
+    monkeypatch.setattr(mixed_documents.SourceBuffer, "read_documents", count)
+    monkeypatch.setattr(mixed_documents.MixedDocuments, "_draw_documents", begin)
 
     def pipeline(shard: rd.Shard) -> Any:
         readers = {name: rd.Reader([{"tokens": [i] * 3} for i in range(4)], shard) for name in "ab"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import rescale_data as rd
-from rescale_data.nodes import room
+from rescale_data.nodes import cache_check
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import Hooked
 
@@ -39,9 +39,9 @@ WINDOWS: list[tuple[Make, int, str]] = [
 def warnings(own_cache: None, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What is said of windows from now on."""
     caplog.set_level(logging.WARNING, "rescale_data")
-    room._warned_keys.clear()
+    cache_check._warned_keys.clear()
     yield caplog
-    room._warned_keys.clear()
+    cache_check._warned_keys.clear()
 
 
 def source_of(rows: Any, cache_bytes: int) -> rd.DatasetSource:
@@ -64,7 +64,7 @@ def test_what_does_not_stay_in_the_cache_is_said_once_with_what_would_fit(
     make: Make, num_draws: int, argument: str, warnings: pytest.LogCaptureFixture
 ) -> None:
     def draws(cache_bytes: int) -> str:
-        room._warned_keys.clear()
+        cache_check._warned_keys.clear()
         warnings.clear()
         shards = [make(reader) for reader in readers(texts(cache_bytes), 8, 8)]
         for _ in range(45):
@@ -118,7 +118,7 @@ def packed_windows(source: rd.Source, window: int, shard: rd.Shard) -> rd.BaseNo
 def test_packed_windows_that_cannot_fit_are_said_when_the_loader_is_built(warnings: pytest.LogCaptureFixture) -> None:
     def built(cache_bytes: int, window: int, **workers: Any) -> str:
         pipeline = partial(packed_windows, source_of([{"tokens": [1] * 50}] * 64, cache_bytes), window)
-        room._warned_keys.clear()
+        cache_check._warned_keys.clear()
         warnings.clear()
         rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True, **workers)
         return "".join(message for message in warnings.messages if "Shuffle(" in message)

@@ -16,8 +16,8 @@ from torch.utils.data import get_worker_info
 import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache, owner_id, share_budget_with
+from rescale_data.sources.decoded.cache_demand import num_sources_and_shards, warn_if_thrashing
 from rescale_data.sources.decoded.columns import Fragment, flat_lists
-from rescale_data.sources.decoded.interest import num_sources_and_shards, warn_if_thrashing
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 

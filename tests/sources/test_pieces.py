@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources.decoded import interest
+from rescale_data.sources.decoded import cache_demand
 from rescale_data.sources.decoded.cache import Cache, cache, owner_id
-from rescale_data.sources.decoded.interest import num_sources_and_shards, record_served_shards, served_shards
+from rescale_data.sources.decoded.cache_demand import num_sources_and_shards, record_served_shards, served_shards
 from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -90,7 +90,7 @@ def test_tokens_are_the_same_and_fragments_decoded_once(corpus, decoded, tmp_pat
 def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_copies(
     shuffle, corpus, decoded, monkeypatch
 ):
-    monkeypatch.setattr(interest, "_MIN_BLOCK_BYTES", 2**10)
+    monkeypatch.setattr(cache_demand, "_MIN_BLOCK_BYTES", 2**10)
     monkeypatch.setattr(Cache, "budget", 400_000)
 
     def found(source):
@@ -147,7 +147,7 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus):
     record_served_shards(loaders[0], sources[:1], range(4))
     record_served_shards(loaders[1], sources, range(2))
     assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
-    assert interest.bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
+    assert cache_demand.bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
     record_served_shards(loaders[0], sources[:1], [7])
     assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 3), [0, 1, 7])
     del loaders[1]
@@ -156,7 +156,7 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus):
     # Other ranks have the rest of an epoch, and this one's batch is padding.
     record_served_shards(loaders[0], sources[:1], [])
     assert (num_sources_and_shards(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
-    assert interest.room_for_block(small(corpus)) == interest.room_for_block(sources[0]) == 0
+    assert cache_demand.room_for_block(small(corpus)) == cache_demand.room_for_block(sources[0]) == 0
 
 
 def test_few_shards_and_large_caches_keep_whole_fragments(corpus):

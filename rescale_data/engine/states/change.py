@@ -20,7 +20,7 @@ from rescale_data.nodes import changing
 from rescale_data.nodes.abilities import HasFormat, Mixes
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import may_change
-from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY, WINDOW_PARAMETERS
+from rescale_data.nodes.sample_format import EARLIER_PARAMETERS_KEY, WINDOW_PARAMETERS
 from rescale_data.state import Ints
 
 NodePath = tuple[str, ...]

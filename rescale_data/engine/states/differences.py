@@ -10,8 +10,8 @@ from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.below import may_change
-from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY
 from rescale_data.nodes.function import CODE_KEY, VERSION
+from rescale_data.nodes.sample_format import EARLIER_PARAMETERS_KEY
 
 _MAX_SHOWN_LINES = 5
 

@@ -10,8 +10,8 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import epoch_end, is_endless, readers_of, skip, skip_epochs
-from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.column import num_tokens_of
+from rescale_data.nodes.empty_draws import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.mixture.circle import (
     WHOLE_CIRCLE,
     Arc,

@@ -11,16 +11,16 @@ from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, changing_children, draw_and_drop
 from rescale_data.nodes.below import dtype_of, epoch_end, find_shard, is_endless, readers_of
 from rescale_data.nodes.changing import is_old_position, is_on_blocklist, is_sample_untraceable
-from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import weight_circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
-from rescale_data.nodes.mixture.mixed import MixedDocuments
+from rescale_data.nodes.mixture.mixed_documents import MixedDocuments
 from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow, Unit
 from rescale_data.nodes.mixture.rules import Schedule, WeightRule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.sample_format import ParameterHistory
 from rescale_data.state import Ints, copy_of, slot_offsets
 
 

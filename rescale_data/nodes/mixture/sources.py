@@ -11,7 +11,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache_share, owner_id
-from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.cache_demand import served_shards
 from rescale_data.sources.source import TokenSource
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.form import EARLIER_PARAMETERS_KEY, ParameterHistory
 from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow
 from rescale_data.nodes.mixture.rules import CurrentWeights, WeightRule, as_json, from_json, weights_at
+from rescale_data.nodes.sample_format import EARLIER_PARAMETERS_KEY, ParameterHistory
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.form import MOST, Format
+from rescale_data.nodes.sample_format import MOST, Format
 
 LongDocumentRule: TypeAlias = Literal["split", "truncate", "drop"]
 DocPiece: TypeAlias = tuple[int, int, int]

@@ -14,14 +14,14 @@ from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, changing_children
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import has_provenance, is_endless, source_names
-from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import documents_of, num_tokens_of
-from rescale_data.nodes.form import ParameterHistory, num_tokens
+from rescale_data.nodes.empty_draws import MAX_EMPTY_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.packing.columns import MASK, AlignedColumns, ColumnArrays
 from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
+from rescale_data.nodes.sample_format import ParameterHistory, num_tokens
 from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 
 IGNORED_LABEL = -100

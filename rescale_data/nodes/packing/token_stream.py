@@ -8,8 +8,8 @@ from weakref import ref
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes_at, is_node_change_due, is_on_blocklist, skip_blocked_rows
+from rescale_data.nodes.empty_draws import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans

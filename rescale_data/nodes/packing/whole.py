@@ -14,10 +14,9 @@ from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.base import Node, View, bind_once, count_until_end
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import is_endless, source_names
-from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import documents_of
-from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, Format, ParameterHistory, begin_format, formats, num_tokens
+from rescale_data.nodes.empty_draws import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.packing.columns import MASK, AlignedColumns, PayloadColumns
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
@@ -25,6 +24,15 @@ from rescale_data.nodes.packing.window import Window
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
+from rescale_data.nodes.sample_format import (
+    BAD_STATE_MESSAGE,
+    MOST,
+    Format,
+    ParameterHistory,
+    begin_format,
+    formats,
+    num_tokens,
+)
 from rescale_data.sources.decoded.cache import cache, owner_id
 from rescale_data.state import Field, Ints, copy_of, counter
 

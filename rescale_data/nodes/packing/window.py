@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from rescale_data.nodes.base import View
 from rescale_data.nodes.batch_buffer import BatchBuffer
-from rescale_data.nodes.form import Format
 from rescale_data.nodes.packing.columns import MASK, AlignedColumns, PayloadColumns, PerDocValues, payload_size
 from rescale_data.nodes.packing.fit import DocPiece, LongDocumentRule, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.spans import Spans
+from rescale_data.nodes.sample_format import Format
 from rescale_data.sources.decoded.cache import CostlyValue
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+from rescale_data.nodes.reading.row_ranges import ShardRowRanges
 from rescale_data.nodes.reading.rows import WindowPlan
-from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.sources.decoded.cache import CostlyValue, cache, cache_share, owner_id
-from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.cache_demand import served_shards
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints

@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rescale_data.nodes.reading.gather import fragments_of
-from rescale_data.nodes.reading.lent import ReadyDocuments, SharedFragment, copy_rows, locate_rows, shared_fragments
-from rescale_data.nodes.reading.share import ShardRowRanges
+from rescale_data.nodes.reading.row_ranges import ShardRowRanges
+from rescale_data.nodes.reading.shared_fragment import (
+    ReadyDocuments,
+    SharedFragment,
+    copy_rows,
+    locate_rows,
+    shared_fragments,
+)
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.sources.decoded.cache import cache, cache_share
-from rescale_data.sources.decoded.interest import DOC_BLOCK_PARTS, num_sources_and_shards, room_for_block, served_shards
+from rescale_data.sources.decoded.cache_demand import (
+    DOC_BLOCK_PARTS,
+    num_sources_and_shards,
+    room_for_block,
+    served_shards,
+)
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
 

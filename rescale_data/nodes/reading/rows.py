@@ -14,7 +14,7 @@ import numpy as np
 from rescale_data.nodes.reading.epochs import DataVersion, SourceEpochs
 from rescale_data.nodes.reading.gather import rows_of_window
 from rescale_data.nodes.reading.proof import running_hash_sums
-from rescale_data.nodes.reading.share import ShardRowRanges
+from rescale_data.nodes.reading.row_ranges import ShardRowRanges
 from rescale_data.order import FragmentOrder, GlobalBatchOrder, ShardOrder, encipher, permuted_fragments
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import EvictionListener, cache, owner_id

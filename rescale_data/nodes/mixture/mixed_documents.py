@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from rescale_data.nodes.base import View
-from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
+from rescale_data.nodes.empty_draws import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.mixture.circle import WeightArcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.lengths import TokenWeightArcs
@@ -18,7 +18,7 @@ from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.gather import interleave_documents
-from rescale_data.nodes.reading.lent import ReadyDocuments, join_ready
+from rescale_data.nodes.reading.shared_fragment import ReadyDocuments, join_ready
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.order import UInts
 from rescale_data.state import Ints, copy_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from rescale_data.nodes.base import Node
 from rescale_data.sources.decoded.cache import cache, num_processes, owner_id
-from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.cache_demand import served_shards
 
 _DROPS_BEFORE_WARNING = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
 _log = logging.getLogger("rescale_data")

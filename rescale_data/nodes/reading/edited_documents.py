@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rescale_data.nodes.bound import EmptyDrawLimit
+from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 

@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.order import FragmentOrder
 from rescale_data.rounds import shard_starts
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.cache_demand import served_shards
 from rescale_data.sources.source import RowRange
 from rescale_data.state import Ints
 
