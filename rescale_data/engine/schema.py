@@ -157,7 +157,7 @@ class Schema:
         """Begin to fetch the data that the given shards need first."""
         for _, node, positions in self.nodes_with_slots(table[shards]):
             if isinstance(node, Prefetches):
-                node.prepare(positions, shards)
+                node.prefetch(positions, shards)
 
     @cached_property
     def manifests(self) -> Mapping[str, Mapping[str, Any]]:
@@ -218,7 +218,7 @@ def set_histories(root: Node[Any], histories: VersionLogs) -> None:
     """Give nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
     for path, node in root.walk():
         if isinstance(node, NeedsHistory):
-            node.adopt(histories.get(path_name(path), ()))
+            node.use_history(histories.get(path_name(path), ()))
 
 
 def to_json(value: Any) -> str:

@@ -140,7 +140,7 @@ class WritesManySamples(Ability):
         """
 
 
-# To report, and to prepare
+# To report, and to prefetch
 
 
 class Reports(Ability):
@@ -161,7 +161,7 @@ class Prefetches(Ability):
     """A node that can begin to fetch data before it is drawn from."""
 
     @abstractmethod
-    def prepare(self, rows: Ints, shards: Ints) -> None:
+    def prefetch(self, rows: Ints, shards: Ints) -> None:
         """Begin to fetch the data at positions from which this process is about to draw; return at once.
 
         Args:
@@ -209,7 +209,7 @@ class NeedsHistory(Ability):
     """A node that needs to know which data or parameters earlier segments of a run used."""
 
     @abstractmethod
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def use_history(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """Set the manifests (descriptions) of the source that this node reads, each valid from its epoch on.
 
         Args:
@@ -285,7 +285,7 @@ class Mixes(Ability):
 
     @abstractmethod
     def earlier_parameters(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the earlier parameters that `NeedsHistory.adopt` needs for windows that were partly yielded with them.
+        """Return the earlier parameters that `NeedsHistory.use_history` needs for windows that were partly yielded with them.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

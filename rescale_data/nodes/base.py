@@ -86,7 +86,7 @@ class Node(BaseNode[T]):
     of_shard: Shard | None = None
     """The logical shard whose rows this node reads, if it reads any itself."""
 
-    reread: bool = False
+    is_reread: bool = False
     """True if a node above goes back to samples that it has drawn from this one, to go on within them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

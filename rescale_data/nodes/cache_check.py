@@ -63,11 +63,11 @@ class CacheCheck:
     def _num_shards(self) -> int:
         """Return the largest number of logical shards of this process that read one source of the node."""
         sources = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
-        shard_counts = [
+        shards_per_source = [
             len(served_shards(owner_id(source), 1 if shard is None else shard.num_logical_shards))
             for source, shard in sources
         ]
-        return max(shard_counts, default=1)
+        return max(shards_per_source, default=1)
 
     def _warn(self, num_bytes: int, num_shards: int, num_new_parts: int = 1) -> None:
         key, budget = (type(self._node).__name__, self._num_samples), cache().budget // num_new_parts

@@ -53,7 +53,7 @@ def apply_changes_at(node: Node[Any], position: View) -> bool:
 
 def apply_changes(node: Node[Any]) -> None:
     """Apply changes between segments to a node; do nothing if a node above will read again from an earlier position."""
-    if not node.reread and changing_children(node):
+    if not node.is_reread and changing_children(node):
         apply_changes_at(node, node.position)
         skip_blocked_rows(node, node.position)
 

@@ -1,4 +1,4 @@
-"""`ColumnDocuments` reads a node's documents one at a time; `DocumentsUntilError` reads blocks of them until one fails."""
+"""`ColumnDocuments` reads a node's documents one at a time; `DocumentsOrSamples` reads blocks of them until one fails."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ColumnDocuments:
         self._extractors = extractors
         self._node, self._column, self._reader_name = node, column, reader_name
         for _, inner in node.walk():
-            inner.reread = True
+            inner.is_reread = True
         self._has_ended, self._has_changeable_node = False, any(may_change(inner) for _, inner in node.walk())
 
     is_costly_to_read = True
@@ -101,7 +101,7 @@ def tokens_of_sample(sample: Any, column: str, reader: str, node: Node[Any]) -> 
         raise
 
 
-class DocumentsUntilError:
+class DocumentsOrSamples:
     """Reads documents many at a time until a read fails, then one at a time, as samples of the node.
 
     So a user's function sees samples that cannot be read in a block, and an error comes with its row.

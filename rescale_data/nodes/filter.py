@@ -13,7 +13,7 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
-from rescale_data.nodes.column import ColumnDocuments, DocumentsUntilError
+from rescale_data.nodes.column import ColumnDocuments, DocumentsOrSamples
 from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
@@ -101,7 +101,7 @@ class Filter(Node[Any]):
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
         picked_documents = EditedDocuments(documents, partial(self._pieces, column, dtype), limit, [_FILTERED_SLOT])
-        return DocumentsUntilError(picked_documents, partial(ColumnDocuments, self, column, "Filter"))
+        return DocumentsOrSamples(picked_documents, partial(ColumnDocuments, self, column, "Filter"))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)

@@ -32,7 +32,7 @@ from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of, counter
 
 __all__ = ["DEFAULT_WINDOW_ROWS", "Reader"]
 
-_BLOCKED, _LIST_DIGEST_SLOT = -2, -1  # slots, if `exclude` is given
+_BLOCKED_COUNT_SLOT, _LIST_DIGEST_SLOT = -2, -1  # slots, if `exclude` is given
 _CHANGEABLE_ARGUMENTS, _NO_ARGUMENTS = frozenset({"exclude"}), frozenset[str]()
 
 
@@ -161,7 +161,7 @@ class Reader(Node[Any]):
 
     def seek(self) -> None:
         self._is_epoch_over = False
-        if self.reread:
+        if self.is_reread:
             self._document_column = None
         if self.rows.global_batch_order is None:
             num_shards = len(served_shards(self.rows.source_key, self.shard.num_logical_shards))
@@ -225,7 +225,7 @@ class Reader(Node[Any]):
             return position[1] < self.num_epoch_rows(position[0])
         while position[1] < self.num_epoch_rows(position[0]) and (num_blocked := self._num_blocked(position)):
             self.advance(position, num_blocked)
-            position[_BLOCKED] += num_blocked
+            position[_BLOCKED_COUNT_SLOT] += num_blocked
         position[_LIST_DIGEST_SLOT] = blocklist.digest
         return position[1] < self.num_epoch_rows(position[0])
 
@@ -290,7 +290,7 @@ class Reader(Node[Any]):
             digests = digests_after_each(self, start[3], start[0], start[1], num_rows)
             positions[:, 3] = digests[num_passed - 1]
         if self.core.blocklist is not None:
-            positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
+            positions[:, _BLOCKED_COUNT_SLOT] += num_passed - np.arange(1, len(unblocked) + 1)
         self.skip_blocked_rows(positions[-1].data)
         slots = np.flatnonzero((positions != np.asarray(position)).any(axis=0))
         return unblocked, PositionUpdates.of(slots, positions[:, slots])
@@ -335,7 +335,7 @@ class Reader(Node[Any]):
         if self.shard.verify:
             check_digest(self, self.position[0], self.position[1], self.position[3])
 
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def use_history(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         source, versions = self.source, tuple[DataVersion, ...]()
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             fragment_lengths = np.diff(source.fragments)
@@ -378,7 +378,7 @@ class Reader(Node[Any]):
         is_alone = source.columns == [column] and not self.provenance
         return source.token_dtype(column) if is_alone and isinstance(source, TokenSource) else None
 
-    def prepare(self, rows: Ints, shards: Ints) -> None:
+    def prefetch(self, rows: Ints, shards: Ints) -> None:
         prefetcher = self.core.prefetcher
         if prefetcher is None:
             return
@@ -437,7 +437,7 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
             "skipped_rows": float(rows[:, 2].sum()),
-            **({} if self.core.blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
+            **({} if self.core.blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED_COUNT_SLOT].sum())}),
         }
 
     def plan(self, epoch: int, row: int) -> WindowPlan:

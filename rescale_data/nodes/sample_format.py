@@ -15,7 +15,7 @@ from rescale_data.state import Ints
 EARLIER_PARAMETERS_KEY = "earlier"
 """Key in a state, next to the parameters of a node, for the earlier parameters that the node still needs."""
 _BITS_PER_COUNT = 21
-MOST = 2**_BITS_PER_COUNT - 1
+MAX_SAMPLES = 2**_BITS_PER_COUNT - 1
 """Largest number of samples in a window."""
 
 WINDOW_PARAMETERS = ("seq_len", "max_documents", "limits")
@@ -52,7 +52,7 @@ class Format(NamedTuple):
 def formats(counts_by_format: int, history: ParameterHistory, present_format: Format) -> Iterator[Format]:
     """Yield the earlier formats in which samples of a window were yielded, oldest first, then ``present_format``."""
     for formats_ago in (2, 1):
-        num_emitted = counts_by_format >> (formats_ago * _BITS_PER_COUNT) & MOST
+        num_emitted = counts_by_format >> (formats_ago * _BITS_PER_COUNT) & MAX_SAMPLES
         if num_emitted:
             if formats_ago > len(history):
                 raise DataStateError(BAD_STATE_MESSAGE)

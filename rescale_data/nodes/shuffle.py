@@ -87,7 +87,7 @@ class Shuffle(Node[Any]):
         shard = shard_of(self, shard)
         self._shard_index, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
         self._sample_id_slots = sample_id_slots(self._source)
-        self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
+        self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.is_reread]
         self._cache_key, self._cache_room_warner = (owner_id(self), "window"), CacheCheck(self, "window", window)
         self._is_unpermuted, self._location = True, ""
         self._set_unpermuted(False)
@@ -206,7 +206,7 @@ class Shuffle(Node[Any]):
 
     def _is_node_change_due(self) -> bool:
         """True if samples pass unpermuted for now, because a node below must finish a document before a change applies."""
-        return not (self.reread or self.position[_EMITTED_SLOT]) and is_node_change_due(self._source, self._bookmark)
+        return not (self.is_reread or self.position[_EMITTED_SLOT]) and is_node_change_due(self._source, self._bookmark)
 
     def _seek_source_to_window(self, *, unpermuted: bool) -> None:
         """Move the source to the window's beginning, unless it is there; ``unpermuted`` is as in `_set_unpermuted`."""
@@ -218,4 +218,4 @@ class Shuffle(Node[Any]):
     def _set_unpermuted(self, is_unpermuted: bool) -> None:
         self._is_unpermuted = is_unpermuted
         for node in self._inner_nodes:
-            node.reread = not is_unpermuted
+            node.is_reread = not is_unpermuted

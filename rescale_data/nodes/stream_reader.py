@@ -98,8 +98,8 @@ class StreamReader(Node[Any]):
 
     def locate(self) -> str:
         stream, num_rows_read = self.position[_STREAM_SLOT], self.position[_ROW_COUNT_SLOT]
-        is_known = stream < len(self._stream_numbers) and num_rows_read > 0
-        return f"{self.source.name}: stream {self._stream_numbers[stream]}, row {num_rows_read - 1}" if is_known else ""
+        has_row = stream < len(self._stream_numbers) and num_rows_read > 0
+        return f"{self.source.name}: stream {self._stream_numbers[stream]}, row {num_rows_read - 1}" if has_row else ""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         name = self.source.name

@@ -18,7 +18,7 @@ from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, draw_and_drop, go_to
 from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, open_texts, skip
 from rescale_data.nodes.cache_check import CacheCheck
-from rescale_data.nodes.column import DocumentsUntilError
+from rescale_data.nodes.column import DocumentsOrSamples
 from rescale_data.nodes.empty_draws import EmptyDrawLimit
 from rescale_data.nodes.error_handler import OnError, describe, error_handler
 from rescale_data.nodes.function import require_function
@@ -189,7 +189,7 @@ class Tokenize(Node[dict[str, Any]]):
         texts = open_texts(self._source, self.column)
         if texts is None:
             return TokenizedSamples(self)
-        return DocumentsUntilError(TokenizedDocuments(self, texts), partial(TokenizedSamples, self))
+        return DocumentsOrSamples(TokenizedDocuments(self, texts), partial(TokenizedSamples, self))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return None

@@ -66,7 +66,7 @@ class TokenizedSamples:
     def __init__(self, node: Tokenize) -> None:
         self._node, self._epoch_ended = node, False
         for _, inner in node.walk():
-            inner.reread = True
+            inner.is_reread = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         if self._epoch_ended or self._node.position != position:

@@ -95,7 +95,7 @@ class FileSource(FragmentedSource):
         except (ValueError, OverflowError) as error:  # as of a string that is not UTF-8
             raise self._bad_row_error(index, BadRow(f"it cannot be read: {error}. Fix it, or leave it out.")) from error
 
-    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
+    def prefetch(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         key = self._cache_key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return

@@ -77,8 +77,8 @@ class MegatronSource(FileSource, TokenSource):
         key = self._cache_key(fragment)
         return cache().get(key) or self._read(key, fragment, self._load, cached=self._may_stay_cached(fragment))
 
-    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
-        super().prepare(None, fragment, share)
+    def prefetch(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
+        super().prefetch(None, fragment, share)
 
     def _footer(self, file: int) -> Footer:
         index = _DocumentIndex(self._footer_bytes(file, read_soon=False))

@@ -117,7 +117,7 @@ class Source(BaseSource):
     faults: ClassVar[tuple[type[Exception], ...]] = ()
     """Errors that come from a disk or a network and not from the row that is read: ``on_error="skip"`` raises them."""
     reads_ahead: bool = False
-    """True if `prepare` fetches fragments in the background."""
+    """True if `prefetch` fetches fragments in the background."""
 
     @abstractmethod
     def row(self, index: int) -> Any:
@@ -151,7 +151,7 @@ class Source(BaseSource):
         """
         return None
 
-    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
+    def prefetch(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         """Start to fetch a fragment that will be needed soon; return at once, and raise nothing.
 
         Args:

@@ -13,7 +13,7 @@ from rescale_data.nodes.base import draw_and_drop, initial
 
 NAMES = {
     "FIELDS", "READS_AHEAD", "children", "fields", "position", "bind", "seek", "next_epoch", "parameters", "locate", "walk",
-    "of_shard", "one_for_one", "reads", "reread",
+    "of_shard", "one_for_one", "reads", "is_reread",
 }  # fmt: skip
 ABILITIES = abilities.Ability.__subclasses__()
 

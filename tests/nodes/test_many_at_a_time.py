@@ -185,7 +185,7 @@ def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
     """Tell mixtures of the rules that there were, as a load does."""
     for (path, new), (_, old) in zip(node.walk(), before.walk(), strict=True):
         if isinstance(new, rd.WeightedSampler):
-            new.adopt(new.earlier_parameters(old.parameters(), place[None, slots_of(node, path)]))
+            new.use_history(new.earlier_parameters(old.parameters(), place[None, slots_of(node, path)]))
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])

@@ -130,7 +130,7 @@ class TestRows:
         write_table(tmp_path / f"b{suffix}", {"ids": [[1], hole, [3]], "n": [1, 2, 3]})
         source = source_of(tmp_path, suffix)
         fragment = len(source.fragments) - 2
-        source.prepare("ids", fragment)
+        source.prefetch("ids", fragment)
         with pytest.raises(ValueError, match=rf"b{suffix}, row 1: a list of numbers is null"):
             source.tokens("ids", fragment)
         assert source.row(4)["ids"].tolist() == [3]

@@ -66,7 +66,7 @@ class TestAhead:
         source = rd.ParquetSource(sixteen, remote=rd.Remote(read_ahead=False))
         num_requests = Far.requests()
         for fragment in range(16):
-            source.prepare("tokens", fragment)
+            source.prefetch("tokens", fragment)
             source.decode_ahead("tokens", fragment)
             for runner in (fetch_runner, decode_runner):
                 runner.wait(source._cache_key(fragment, "tokens"))
@@ -163,14 +163,14 @@ class TestOnce:
         whole = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
         piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)
         read = piece if is_piece else whole
-        source.prepare(column, 0, share)
+        source.prefetch(column, 0, share)
         fetch_runner.wait(source._cache_key(0, column, share))
         assert Far.requests() == 1
         read()
         get = Cache.get
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
-            source.prepare(column, 0, share)
+            source.prefetch(column, 0, share)
         fetch_runner.wait(source._cache_key(0, column, share))
         read()
         assert Far.requests() == 1
@@ -197,7 +197,7 @@ fsspec.register_implementation("far", Far)
 source = rd.ParquetSource("far://{tmp_path}/x.parquet")
 Far.stall = stall
 for fragment in range(100):
-    source.prepare(None, fragment)
+    source.prefetch(None, fragment)
 one.wait()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)

@@ -95,10 +95,10 @@ def weight_circle_of(shard: int, num_logical_shards: int, path: str = "") -> Wei
         path: Path of a mixture that is within another one and draws apart from it. Its shards begin at random points: points
             spread regularly, in this way or another, would be correlated with the choices of the mixture above.
     """
-    shard_factor, step = shard_factor_and_draw_step(num_logical_shards)
+    shard_multiplier, step = shard_factor_and_draw_step(num_logical_shards)
     if path:
         return WeightCircle(int(random_words(1, f"mixture/{path}", shard)[0]), step)
-    return WeightCircle((shard_factor * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
+    return WeightCircle((shard_multiplier * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
 
 
 @lru_cache(maxsize=64)
@@ -107,8 +107,8 @@ def shard_factor_and_draw_step(num_logical_shards: int) -> tuple[int, int]:
     n = num_logical_shards
     if n == 1:
         return 0, _GOLDEN_RATIO
-    golden = max(1, (n * _GOLDEN_RATIO + CIRCLE // 2) // CIRCLE)
-    numbers = range(max(1, golden - _NUM_NEAR), min(n, golden + _NUM_NEAR + 1))
+    golden_step = max(1, (n * _GOLDEN_RATIO + CIRCLE // 2) // CIRCLE)
+    numbers = range(max(1, golden_step - _NUM_NEAR), min(n, golden_step + _NUM_NEAR + 1))
     candidates = [factor for factor in numbers if math.gcd(factor, n) == 1]
     factor = min(candidates, key=lambda factor: (*_max_and_sum_of_partial_quotients(factor, n), factor))
     steps = (

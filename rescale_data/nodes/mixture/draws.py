@@ -132,8 +132,8 @@ class MixtureDraws:
             return None
         if not self.by_tokens:
             return arcs(active_weights)
-        tokens, uncounted = position[self.row.token_slots].tolist(), position[self.row.old_token_slots].tolist()
-        return TokenWeightArcs(active_weights, counts, tokens, uncounted)
+        tokens, old_tokens = position[self.row.token_slots].tolist(), position[self.row.old_token_slots].tolist()
+        return TokenWeightArcs(active_weights, counts, tokens, old_tokens)
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[DRAWS_SLOT] += 1
@@ -190,12 +190,12 @@ class MixtureDraws:
         self._stop_rule = "never" if across_epochs and original_stop == "first" else original_stop
         try:
             while first_draw < stop and (arcs := self._get_weight_arcs()) is not None:
-                num_left = self._samples_left()
-                if isinstance(arcs, TokenWeightArcs) or num_left is None:
+                samples_left = self._samples_left()
+                if isinstance(arcs, TokenWeightArcs) or samples_left is None:
                     return self._skip_one_by_one(circle, first_draw, stop, arc)
-                nested_arcs = [scale_circle_to_arc(arcs.arc(source), arc) for source in range(len(num_left))]
+                nested_arcs = [scale_circle_to_arc(arcs.arc(source), arc) for source in range(len(samples_left))]
                 weight_change = self._next_weight_change(circle, first_draw, stop, arc)
-                next_stop, ended_source = circle.first_source_end(first_draw, weight_change, nested_arcs, num_left)
+                next_stop, ended_source = circle.first_source_end(first_draw, weight_change, nested_arcs, samples_left)
                 for source, source_arc in enumerate(nested_arcs):
                     self._skip_source(source, circle, first_draw, next_stop, source_arc)
                 first_draw = next_stop
@@ -239,42 +239,42 @@ class MixtureDraws:
         """Return how many samples can still be drawn from each source before it ends; `None` if not known."""
         position, shard_index = np.array(self._position)[None], self._shard[0]
         goes_on, final_epochs = self.repeats_sources, self._current_weights.end_epochs
-        num_left: list[int] = []
+        samples_left: list[int] = []
         for source, (node, slots) in enumerate(zip(self.sources.nodes, self.sources.slots, strict=True)):
             if goes_on and source not in final_epochs:
-                num_left.append(_UNLIMITED_SAMPLES)
+                samples_left.append(_UNLIMITED_SAMPLES)
                 continue
             source_end = epoch_end(node, position[:, slots], np.array([shard_index]))
             if source_end is None:
                 return None
-            num_left.append(int(source_end[0][0]))
+            samples_left.append(int(source_end[0][0]))
             if goes_on:
                 reader, slot = readers_of(node, 0)[0]
-                num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard_index)
-        return num_left
+                samples_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard_index)
+        return samples_left
 
     def _skip_source(self, source: int, circle: WeightCircle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
         inner, shard_index = self._inner_mixtures.get(source), self._shard[0]
-        num_left = num_draws = circle.count(first_draw, stop, source_arc)
+        samples_left = num_draws = circle.count(first_draw, stop, source_arc)
         if not num_draws:
             return
         node = self._bound_node(source)
-        while num_left:
-            num_before = num_left
+        while samples_left:
+            num_before = samples_left
             if inner is not None:
                 first_draw = inner.skip_draws(circle, first_draw, stop, source_arc, across_epochs=self.repeats_sources)
-                num_left = circle.count(first_draw, stop, source_arc)
+                samples_left = circle.count(first_draw, stop, source_arc)
             else:
-                num_left -= skip(node, num_left)
-            if num_left < num_before:
+                samples_left -= skip(node, samples_left)
+            if samples_left < num_before:
                 self._empty_epochs.pop(source, None)
-            if num_left:
+            if samples_left:
                 self._skip_past_source_end(source)
-                num_skipped = skip_epochs(node, np.asarray(node.position), shard_index, num_left)
+                num_skipped = skip_epochs(node, np.asarray(node.position), shard_index, samples_left)
                 node.bind(node.position)
                 first_draw = circle.find_draw(first_draw, source_arc, num_skipped)
-                num_left -= num_skipped
+                samples_left -= num_skipped
         self._position[DRAWS_SLOT] += num_draws
         self._position[self.row.drawn_slots.start + source] += num_draws
 

@@ -100,10 +100,10 @@ class WeightRule:
         for (begin, old_shares), (end, new_shares) in pairwise(shares):
             num_steps = min(NUM_LINEAR_STEPS, end - begin)
             for step in range(num_steps):
-                fraction = (2 * step + 1) / (2 * num_steps)
+                step_fraction = (2 * step + 1) / (2 * num_steps)
                 old_and_new = zip(old_shares, new_shares, strict=True)
                 step_begins.append(begin + (end - begin) * step // num_steps)
-                step_weights.append(tuple(old * (1 - fraction) + new * fraction for old, new in old_and_new))
+                step_weights.append(tuple(old * (1 - step_fraction) + new * step_fraction for old, new in old_and_new))
         return [*step_begins, shares[-1][0]], [*step_weights, shares[-1][1]]
 
     @cached_property

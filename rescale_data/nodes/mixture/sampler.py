@@ -166,9 +166,9 @@ class WeightedSampler(Node[Any]):
     def begin(self, row: View) -> None:
         row[RULE_SLOT] = self._weights.rule.digest
 
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def use_history(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         earlier_rules = [from_json(rule) for _, rule in history]
-        self._weights.adopt(earlier_rules, self._epoch_slots(earlier_rules))
+        self._weights.use_history(earlier_rules, self._epoch_slots(earlier_rules))
 
     def sample_id_slots(self) -> list[int]:
         """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""

@@ -40,7 +40,7 @@ class MixtureWeights:
         self._earlier_rules: Sequence[WeightRule] = ()
         self._logged_sources: set[str] = set()
 
-    def adopt(self, earlier_rules: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
+    def use_history(self, earlier_rules: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
         self._earlier_rules, self._epoch_slots = earlier_rules, {**self._epoch_slots, **epochs}
 

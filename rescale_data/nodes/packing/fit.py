@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.sample_format import MOST, Format
+from rescale_data.nodes.sample_format import MAX_SAMPLES, Format
 
 LongDocumentRule: TypeAlias = Literal["split", "truncate", "drop"]
 DocPiece: TypeAlias = tuple[int, int, int]
@@ -50,13 +50,13 @@ def pack_documents(
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
         pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, fmt.seq_len, long)]
-        extra = [([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
+        extra = [([_piece_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
         bins = best_fit([padded_length(piece, multiple) for piece in pieces], fmt.seq_len, fmt.max_documents, extra)
         samples = [[pieces[item] for item in items] for items in bins]
         if fmt.num_samples_emitted:
             pieces = sorted(piece for sample in samples[fmt.num_samples_emitted :] for piece in sample)
-    if len(samples) > MOST:
-        raise ValueError(f"A window has {len(samples)} samples, the most are {MOST}. Give a smaller window.")
+    if len(samples) > MAX_SAMPLES:
+        raise ValueError(f"A window has {len(samples)} samples, the most are {MAX_SAMPLES}. Give a smaller window.")
     return samples, too_long
 
 
@@ -92,7 +92,7 @@ def _cut(piece: DocPiece, seq_len: int, long: LongDocumentRule) -> list[DocPiece
     return [(start, start + seq_len, document)]
 
 
-def _payload_size(sizes: Sequence[int], piece: DocPiece, documents: Sequence[DocPiece]) -> int:
+def _piece_payload_size(sizes: Sequence[int], piece: DocPiece, documents: Sequence[DocPiece]) -> int:
     """Return the payload size of a piece: the size of the document for its first piece, 0 for the other pieces."""
     first_token, _, document_number = piece
     return sizes[document_number] if first_token == documents[document_number][0] else 0

@@ -134,7 +134,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        node_may_change = bool(changing_children(self)) and not self.reread
+        node_may_change = bool(changing_children(self)) and not self.is_reread
         self.stream.bind(self.position[self._offset_slot :], node_may_change=node_may_change)
         self._is_epoch_over = False
 
@@ -206,7 +206,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             counters |= {"untrained_documents": float(mask_counts[0]), "cut_documents": float(mask_counts[1])}
         return counters
 
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def use_history(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._history = history
 
     def convert_sample_format(self, rows: Ints) -> None:

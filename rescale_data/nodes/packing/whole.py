@@ -26,7 +26,7 @@ from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.sample_format import (
     BAD_STATE_MESSAGE,
-    MOST,
+    MAX_SAMPLES,
     Format,
     ParameterHistory,
     begin_format,
@@ -174,7 +174,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def write(self, buffer: BatchBuffer, row_index: int) -> None:
         window = self._current_window()
-        sample_number = self.position[_EMITTED_SLOT] & MOST
+        sample_number = self.position[_EMITTED_SLOT] & MAX_SAMPLES
         self._to_next_sample(window)
         window.write_row(buffer, row_index, sample_number, self.pad_id)
 
@@ -202,7 +202,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             **({"untrained_documents": float(rows[:, _UNTRAINED_SLOT].sum())} if self._aligned.has_mask else {}),
         }
 
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    def use_history(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._history = history
 
     def convert_sample_format(self, rows: Ints) -> None:
@@ -228,14 +228,14 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if window is None:
             raise StopIteration
         if not self._is_cached:
-            if self.position[_EMITTED_SLOT] & MOST >= len(window.samples):
+            if self.position[_EMITTED_SLOT] & MAX_SAMPLES >= len(window.samples):
                 raise DataStateError(BAD_STATE_MESSAGE)
             cache().put(self._cache_key, window)
             self._is_cached = True
         return window
 
     def _to_next_sample(self, window: Window) -> None:
-        sample_number = self.position[_EMITTED_SLOT] & MOST
+        sample_number = self.position[_EMITTED_SLOT] & MAX_SAMPLES
         self.position[_PADDING_SLOT] += self.seq_len - window.num_used_tokens(sample_number)
         self.position[_EMITTED_SLOT] += 1
         if sample_number + 1 == len(window.samples):

@@ -44,7 +44,7 @@ class FragmentPrefetcher:
     def begin(self, column: str | None, fragments: list[int], share: ShardRowRanges | None) -> None:
         """Start to fetch some fragments of a column in the background."""
         for fragment in fragments[:_MAX_FRAGMENTS]:
-            self._source.prepare(column, fragment, share)
+            self._source.prefetch(column, fragment, share)
 
 
 class Chunk(CostlyValue):

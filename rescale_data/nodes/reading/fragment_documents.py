@@ -126,8 +126,8 @@ class FragmentDocuments:
         rows = next(windows)[:num_rows]
         while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
             rows = np.concatenate([rows, next_rows])
-        stops = [len(rows) * part // DOC_BLOCK_PARTS for part in range(1, DOC_BLOCK_PARTS + 1)]
-        block_parts = self._copy(rows, stops, self._decoder)
+        part_ends = [len(rows) * part // DOC_BLOCK_PARTS for part in range(1, DOC_BLOCK_PARTS + 1)]
+        block_parts = self._copy(rows, part_ends, self._decoder)
         byte_ends = np.cumsum([part.nbytes for part in block_parts])
         return DocBlock(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_COPY_FACTOR * num_bytes)))])
 

@@ -144,13 +144,13 @@ def warn_if_thrashing(
     """
     num_shards = -(-num_owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
-    decodes_per_epoch = max((source.num_rows // max(1, _num_fragments(source)) for source in fragmented), default=0)
+    max_decodes = max((source.num_rows // max(1, _num_fragments(source)) for source in fragmented), default=0)
     needed_bytes = sum(_bytes_needed_by(source, num_shards) for source in fragmented) + num_shards * extra_bytes
     num_bytes = (1 + num_workers) * needed_bytes
     # A piece is kept in both
     room_bytes = max((max(source.cache_bytes, source.disk_bytes) for source in fragmented), default=0)
     owners = {owner_id(source) for source in fragmented}
-    if num_bytes <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
+    if num_bytes <= room_bytes or max_decodes < 2 or owners <= _warned_owners.keys():
         return
     _warned_owners.update(dict.fromkeys(owners, True))
     name = fragmented[0].name if len(fragmented) == 1 else f"{len(fragmented)} sources, {fragmented[0].name} among them"
@@ -162,5 +162,5 @@ def warn_if_thrashing(
         "epoch (their rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
-        name, num_owned_shards, median_bytes, num_bytes, room_bytes, decodes_per_epoch, num_bytes,
+        name, num_owned_shards, median_bytes, num_bytes, room_bytes, max_decodes, num_bytes,
     )  # fmt: skip
