@@ -77,8 +77,8 @@ class BalancedFeed(WrappedFeed):
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, setup.options.collate_fn or stack
         self._sample_group = setup.ranks.subset(_sample_group_members(balance, setup.ranks))
-        in_group = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
-        self._weight_ranks = self._sample_group if in_group else setup.ranks.subset(range(setup.ranks.world_size))
+        group_suffices = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
+        self._weight_ranks = self._sample_group if group_suffices else setup.ranks.subset(range(setup.ranks.world_size))
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._batches_to_skip = 0
         self._segment: EpochSegment | None = None
