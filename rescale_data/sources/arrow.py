@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import open_files, owner_id
 from rescale_data.sources.decoded.columns import ListBytes
 from rescale_data.sources.file_source import OpenFile
-from rescale_data.sources.files.paths import Files, Paths, read_if_exists
+from rescale_data.sources.files.paths import Files, Paths, StorageOptions, read_if_exists
 from rescale_data.sources.files.ranges import ArrowBuffer
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import MAX_FRAGMENT_ROWS, Footer, cumulative_sums, group_pieces
@@ -64,9 +64,7 @@ class ArrowSource(TableSource):
         return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
 
     @classmethod
-    def find_files(
-        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
-    ) -> Files:
+    def find_files(cls, paths: Paths, storage_options: StorageOptions = None, remote: Remote | None = None) -> Files:
         return super().find_files(_data_files(paths, storage_options, remote), storage_options, remote)
 
     def _footer(self, file: int) -> Footer:
@@ -152,7 +150,7 @@ class ArrowSource(TableSource):
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
-def _data_files(paths: Paths, options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
+def _data_files(paths: Paths, options: StorageOptions, remote: Remote | None) -> Paths:
     """Return the data files of a saved Hugging Face dataset. Its folder may hold other files, which transformations cached.
 
     Any other ``paths`` are returned as they are.

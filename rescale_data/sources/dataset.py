@@ -54,21 +54,17 @@ class DatasetSource(Source):
     def __init__(
         self, dataset: MapStyle, name: str = "", *, batch_rows: int = 16, cache_bytes: int = DEFAULT_CACHE_BYTES
     ) -> None:
-        if isinstance(dataset, str | bytes | os.PathLike | Mapping):
-            raise TypeError(
-                f"The {type(dataset).__name__} {dataset!r:.120} is no data set: give rd.ParquetSource(...), or the "
-                f"source of another format, for files, and one split of a dict of data sets."
-            )
         if isinstance(dataset, pa.Table | pa.RecordBatch) or hasattr(dataset, "iloc"):
             raise TypeError(
                 f"A {type(dataset).__name__} is a table, and table[3] a column of it, not a row. Give the rows: "
                 f"table.to_pylist(), frame.to_dict('records'), a datasets.Dataset of it, or write it as Parquet for "
                 f"rd.ParquetSource."
             )
-        if not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(dataset, str | bytes | os.PathLike | Mapping) or not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"A {type(dataset).__name__} is neither a source nor a map-style dataset. Give an rd.Source, or "
-                f"anything with __len__ and __getitem__; a stream that has neither is an rd.IterableSource."
+                f"The {type(dataset).__name__} {dataset!r:.120} is no data set: give rd.ParquetSource(...), or the source of "
+                f"another format, for files, one split of a dict of data sets, or anything with __len__ and __getitem__; a "
+                f"stream that has neither is an rd.IterableSource."
             )
         if batch_rows < 1 or cache_bytes < 1:
             raise ValueError(f"{batch_rows=}, {cache_bytes=}: each is at least 1.")

@@ -19,7 +19,7 @@ from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.local_store import local_store_for
-from rescale_data.sources.files.paths import Files, Paths, find_matching_files
+from rescale_data.sources.files.paths import Files, Paths, StorageOptions, find_matching_files
 from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
@@ -62,11 +62,10 @@ class FragmentedSource(FiledSource):
         super().__init_subclass__()
         if "__eq__" not in vars(cls):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
-        hidden = {field.name for field in fields(cls)} & vars(cls).keys() - cls.__annotations__.keys()
+        hidden = sorted({field.name for field in fields(cls)} & vars(cls).keys() - cls.__annotations__.keys())
         if hidden:
             raise TypeError(
-                f"{cls.__name__} defines {sorted(hidden)}, which are arguments of the sources that it derives from: they hide "
-                f"these members in each source. Name the members otherwise."
+                f"{cls.__name__} defines {hidden}, which are arguments of its base class: name them otherwise."
             )
 
     def __post_init__(self) -> None:
@@ -141,9 +140,7 @@ class FragmentedSource(FiledSource):
         self.fragments = self._index.starts
 
     @classmethod
-    def find_files(
-        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
-    ) -> Files:
+    def find_files(cls, paths: Paths, storage_options: StorageOptions = None, remote: Remote | None = None) -> Files:
         """Return the files that a source of this class reads, given its arguments."""
         return find_matching_files(paths, cls.SUFFIXES, storage_options, remote)
 

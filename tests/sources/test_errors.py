@@ -83,7 +83,10 @@ WRONG_TYPES = [
     (lambda f: rd.ArrowSource(f / "arrow").token_dtype("x"), "'x' .* is of type list.*, which is not tokens"),
     (lambda f: rd.ArrowSource(f / "arrow").token_dtype("n"), "'n' .* is of type int64, which is not tokens"),
     (parquet(filter="n == 1"), "give an expression"),
-    (lambda _: rd.Reader((i for i in range(3)), rd.Shard()), "generator is neither a source nor a map-style dataset"),
+    (
+        lambda _: rd.Reader((i for i in range(3)), rd.Shard()),
+        "generator .* is no data set.*a stream that has neither is an",
+    ),
     (lambda _: rd.IterableSource("text"), "num_streams="),
     (lambda _: rd.IterableSource(lambda _: range(3)), "num_streams="),
 ]

@@ -38,6 +38,8 @@ _warned_roots: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+StorageOptions: TypeAlias = Mapping[str, Any] | None
+"""Arguments of a filesystem of fsspec."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Files:
 
 
 def find_matching_files(
-    paths: Paths, suffixes: Sequence[str], options: Mapping[str, Any] | None = None, remote: Remote | None = None
+    paths: Paths, suffixes: Sequence[str], options: StorageOptions = None, remote: Remote | None = None
 ) -> Files:
     """Return the files that paths, globs, folders or URLs stand for, sorted by path.
 
@@ -250,7 +252,7 @@ def _walk_local(folder: str, parent_stats: Sequence[os.stat_result] = ()) -> Ite
             yield from _walk_local(entry.path, (*parent_stats, folder_stat))
 
 
-def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
+def read_if_exists(path: str, options: StorageOptions, remote: Remote | None) -> bytes | None:
     """Return the bytes of a small file, local or behind a URL; `None` if there is no such file."""
     try:
         if "://" not in path:
